@@ -54,6 +54,10 @@ OPTIONAL = {
     "mcp": ("rollout.workflow=mcp:COMMAND", "pip install 'pentad[mcp]'"),
     "reasoning-gym": ("its tasks by reasoning_gym:NAME", "pip install 'pentad[reasoning-gym]'"),
     "megatron-core": ("training with megatron:...", "pip install 'pentad[megatron]'"),
+    "transformer-engine": (
+        "layers for megatron:... (megatron.transformer_impl)",
+        "pip install --no-build-isolation 'pentad[transformer-engine]'",
+    ),
     "trackio": ("records in Trackio", "pip install 'pentad[trackio]'"),
     "trl": ("pentad bench rl beside TRL", "pip install 'pentad[trl]'"),
     "flash-attn-4": ("faster attention on Hopper GPUs and later", "pip install 'pentad[fa4]'"),

@@ -59,7 +59,8 @@ def transformer_engine_is_installed(config: Config, facts: RunFacts) -> Iterator
     where = f"megatron.transformer_impl = {wanted}"
     if version is None and wanted == "transformer_engine":
         rule = "needs the package transformer-engine, which is not installed"
-        yield Problem(where, rule, "pip install 'transformer-engine[pytorch]', or set it to local")
+        remedy = "pip install --no-build-isolation 'pentad[transformer-engine]', or set it to local"
+        yield Problem(where, rule, remedy)
     elif version is not None and not is_known(version, TRANSFORMER_ENGINES):
         rule = (
             f"megatron-core {', '.join(VERSIONS)} takes Transformer Engine "

@@ -69,8 +69,8 @@ def uses_transformer_engine(wanted: TransformerImpl, device: str) -> bool:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, AssertionError) as error:
         raise RunError(
-            f"Transformer Engine {version or ''} cannot be imported ({error}); install "
-            "transformer-engine[pytorch], or set megatron.transformer_impl=local."
+            f"Transformer Engine {version or ''} cannot be imported ({error}); install it with "
+            "its PyTorch part (docs/megatron-training.md), or set megatron.transformer_impl=local."
         ) from error
     return True
 
