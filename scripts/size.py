@@ -65,6 +65,16 @@ def packages_of(root: Path) -> dict[str, Counter[str]]:
     return packages
 
 
+def lines_of(*roots: Path) -> Counter[str]:
+    """Lines of each package, by its name such as pentad/engine."""
+    found: Counter[str] = Counter()
+    for root in roots:
+        for path in root.rglob("*/*.py"):
+            package = path.relative_to(root).parts[0]
+            found[f"{root.name}/{package}"] += len(path.read_text().splitlines())
+    return found
+
+
 def sites_of(root: Path) -> Counter[str]:
     """Counts of operations that belong in few places."""
     found: Counter[str] = Counter()
@@ -88,13 +98,7 @@ def sites_of(root: Path) -> Counter[str]:
 
 def limits() -> dict[str, dict[str, int]]:
     """Limits: lines of each package plus 2%, and the present counts of `sites_of`."""
-    counted = {root.name: packages_of(root) for root in PACKAGES}
-    lines = {
-        f"{name}/{package}": round(1.02 * counts["lines"])
-        for name, packages in counted.items()
-        for package, counts in packages.items()
-        if package
-    }
+    lines = {name: round(1.02 * number) for name, number in lines_of(*PACKAGES).items()}
     sites = sum((sites_of(root) for root in PACKAGES), Counter())
     return {"lines": lines, "sites": {name: sites[name] for name in sorted(sites)}}
 

@@ -137,6 +137,10 @@ def circles_of(root: Path) -> list[list[str]]:
         }
         for module, path in modules.items()
     }
+    while ends := [module for module, wanted in edges.items() if not wanted & edges.keys()]:
+        for module in ends:  # no circle passes through it
+            del edges[module]
+    edges = {module: wanted & edges.keys() for module, wanted in edges.items()}
     reached = {module: _reached(module, edges) for module in edges}
     circles = {
         frozenset(other for other in reached[module] if module in reached[other])
@@ -385,12 +389,7 @@ def above_limits(found: dict[str, int], allowed: dict[str, int]) -> list[str]:
 
 def test_no_package_grows_beyond_its_limit():
     """A package that has to grow gets a higher limit in the same change, which reviewers see."""
-    found = {
-        f"{root.name}/{package}": counts["lines"]
-        for root in BOTH
-        for package, counts in SIZE["packages_of"](root).items()
-        if package
-    }
+    found = SIZE["lines_of"](*BOTH)
     assert len(found) > 20 and above_limits(found, LIMITS["lines"]) == []
 
 

@@ -8,6 +8,7 @@ store checks before it acknowledges.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import random
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import boto3
+import botocore.session
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -91,6 +93,20 @@ class Throttle:
         time.sleep(max(0.0, begins - time.monotonic()))
 
 
+@functools.cache
+def _descriptions() -> Any:
+    """The reader of AWS's descriptions of its services; it keeps what it has read. boto3 would read
+    a megabyte for every client."""
+    return botocore.session.Session().get_component("data_loader")
+
+
+def _session() -> boto3.session.Session:
+    """A session with the credentials and settings of this moment."""
+    session = botocore.session.Session()
+    session.register_component("data_loader", _descriptions())
+    return boto3.session.Session(botocore_session=session)
+
+
 class Store:
     """Keys are relative to the prefix of `remote`. Safe to use from several threads."""
 
@@ -111,7 +127,7 @@ class Store:
             s3=style,
         )
         try:
-            self.client: Any = boto3.session.Session().client(
+            self.client: Any = _session().client(
                 "s3",
                 endpoint_url=remote.endpoint_url,
                 region_name=remote.region,

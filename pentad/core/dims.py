@@ -333,8 +333,18 @@ class ModelDims:
     def layer_parts(self, layer: int) -> LayerParts:
         return self.of_layer(layer)._parts(layer)
 
+    @cached_property
+    def _known_parts(self) -> dict[tuple[bool, bool], LayerParts]:
+        """Parts of the kinds of layers counted so far; cached as `_layers` is."""
+        return {}
+
     def _parts(self, layer: int) -> LayerParts:
-        mixture = self.is_moe(layer)
+        kind = self.is_moe(layer), self.is_linear(layer)
+        if kind not in self._known_parts:
+            self._known_parts[kind] = self._parts_of(*kind)
+        return self._known_parts[kind]
+
+    def _parts_of(self, mixture: bool, linear: bool) -> LayerParts:
         width = self.hidden_size
         ffn_bias = (2 * self.intermediate_size + width) if self.mlp_bias else 0
         q_and_o, kv, latents = self._projections
@@ -350,7 +360,7 @@ class ModelDims:
         inner_norms += (2 * width * self.layer_embed_dim + width) * bool(self.layer_embed_dim)
         inner_norms += 3 * width * (mixture and self.has_dense_beside)
         is_dense = not mixture or self.has_dense_beside
-        if self.is_linear(layer):
+        if linear:
             q_and_o, kv, inner_norms = self._linear_params, 0, self.linear_value_dim
         return LayerParts(
             q_and_o=q_and_o,

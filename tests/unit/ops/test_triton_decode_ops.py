@@ -61,7 +61,8 @@ def test_paged_decode(
     monkeypatch, dtype, heads, kv_heads, width, block_size, window, min_programs, form
 ):
     monkeypatch.setattr(paged_decode, "MIN_PROGRAMS", min_programs)
-    num_seqs, num_blocks, row = 4, 60, 12
+    num_seqs, num_blocks = 4, 60
+    row = 12 if DEVICE == "cuda" else 6  # Triton's interpreter takes seconds for more
     pages = pages_of(num_blocks, block_size, kv_heads, width, dtype=dtype, form=form)
     q = rand(num_seqs, heads, width, dtype=dtype)
     blocks = torch.stack([torch.randperm(num_blocks)[:row] for _ in range(num_seqs)])
