@@ -65,9 +65,9 @@ def find_bundles(rows: Sequence[Row]) -> list[RowBundle]:
             of_group.setdefault(row.group, []).append(i)
     bundles, bundled = [], set()
     for indices in of_group.values():
-        ids = [rows[i].ids.numpy() for i in indices]
-        if len(ids) == 1 or min(map(len, ids)) <= MIN_SHARED:
+        if len(indices) == 1 or min(rows[i].ids.numel() for i in indices) <= MIN_SHARED:
             continue
+        ids = [rows[i].ids.numpy() for i in indices]
         shared = num_common(ids) - 1
         if shared >= MIN_SHARED:
             bundles.append(RowBundle(tuple(indices), shared))

@@ -26,7 +26,7 @@ class SumOfLogprobs:
     """A loss that needs no columns."""
 
     needs_entropy = False
-    columns = ()
+    columns: tuple[str, ...] = ()
 
     def __call__(
         self, outputs: TokenOutputs, columns: Mapping[str, Tensor]

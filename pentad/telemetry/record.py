@@ -446,9 +446,9 @@ class PhaseTimer:
     ) -> None:
         """`after`: the timer of the previous step; this one starts where that one was last read, so
         that no time is in neither."""
-        self.clock = clock if after is None else after.clock
-        self.start = self.clock() if after is None else after._mark
-        self._mark = self.start
+        self.clock: Callable[[], float] = clock if after is None else after.clock
+        self.start: float = self.clock() if after is None else after._mark
+        self._mark: float = self.start
         self._open: list[str] = []
         self._totals: dict[str, float] = {}
 

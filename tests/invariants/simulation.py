@@ -184,7 +184,7 @@ class SimulatedLearner:
     def call_all(self, method: str) -> None:
         pass
 
-    def query(self, method: str) -> dict[str, Any]:
+    def query(self, method: str, **arguments: Any) -> dict[str, Any]:
         return FACTS
 
     async def run(self, function: Callable[[], Any]) -> Any:
@@ -209,6 +209,9 @@ class SimulatedSource:
         return trained
 
     async def after_update(self, trained: TrainedBatch) -> None:
+        pass
+
+    async def before_record(self, trained: TrainedBatch) -> None:
         pass
 
 
