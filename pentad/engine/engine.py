@@ -517,6 +517,8 @@ class Engine:
             if lora is not None and self.device.type == "cuda" and not self.settings.strict:
                 leave_room(decoder, lora.rank)
             join_all_projections(decoder)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the former memory, before a cache is sized by what is free
         return self.held.frozen()
 
     def weights_to_save(self) -> dict[str, Shard]:

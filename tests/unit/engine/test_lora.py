@@ -26,6 +26,7 @@ from pentad.infer.sampler import EmbeddedSampler
 from pentad.models.decoder import causal_attend
 from pentad.models.families import dims_of, lora_map_of
 from pentad.models.hf_weights import iter_hf, native_tensors
+from pentad.models.joined import leave_room
 from pentad.models.lora import apply_lora, factors_of, fill_factors, share_weights
 from pentad.models.registry import build_model, initialise
 from pentad.ops.digest import digest_of
@@ -328,6 +329,28 @@ def test_a_sampler_of_this_process_takes_factors_by_native_name_and_compares_the
     held = digest_of(iter_hf(model, weight_map=model.adapter_map)).hex()
     assert (held == snapshot.digest.hex()) is not spoils
     assert receipt.digest == (held if spoils else "")
+
+
+def test_weights_with_room_for_a_sampler_are_as_before_and_trained_beside_as_before():
+    plain, roomy = lora_engine(), lora_engine()
+    before = {name: tensor.clone() for name, tensor in roomy.held.frozen().items()}
+    for decoder in roomy.held.decoders:
+        leave_room(decoder, 4)
+    base = roomy.lend_base()
+    assert base.keys() == before.keys()
+    assert all(torch.equal(base[name], tensor) for name, tensor in before.items())
+    down, q = base["layers.0.ffn.down.weight"], base["layers.0.attn.q.weight"]
+    hidden, inner = down.shape
+    assert down.untyped_storage().nbytes() == (hidden + 16) * inner * down.element_size()
+    assert (
+        q.untyped_storage().data_ptr()
+        == base["layers.0.attn.v.weight"].untyped_storage().data_ptr()
+    )
+    for engine in (plain, roomy):
+        train(engine, make_rows())
+    assert same(plain.forward(make_rows()), roomy.forward(make_rows()))
+    trained = weights_of(plain)
+    assert all(torch.equal(trained[name], t) for name, t in weights_of(roomy).items())
 
 
 def test_lent_factors_are_brought_back_before_they_are_cut_into_pairs(monkeypatch):
