@@ -354,8 +354,9 @@ async def installs(sampler: EmbeddedSampler) -> list[float]:
         for factor in factors.parameters():
             factor.data.normal_(std=0.01)  # in place: kernels read copies of this memory
     pairs = [(n, t.clone()) for n, t in iter_hf(model, torch.float32, model.adapter_map)]
-    own = native_tensors(model, model.adapter_map)
-    native = NativeWeights({n: t.clone() for n, t in own.items()}, len(pairs), lambda: pairs)
+    own = {n: t.clone() for n, t in native_tensors(model, model.adapter_map).items()}
+    dtypes = {n: t.dtype for n, t in own.items()}
+    native = NativeWeights(own, dtypes, len(pairs), lambda: pairs)
     live = LiveSnapshot(0, native, WeightDigest(native))
     medians = []
     for first, weights in ((1, pairs), (9, live)):
