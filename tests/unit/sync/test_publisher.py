@@ -14,6 +14,7 @@ from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.ops.digest import digest_of
 from pentad.sync.publisher import Publisher, take_snapshot
+from pentad.telemetry.record import PhaseTimer
 from pentad.trainer import learner_client
 from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import Budget, RunState
@@ -128,8 +129,9 @@ def test_what_was_published_is_let_go_of_before_the_next_comes():
         running = asyncio.create_task(pump.run())
         sent = weights()
         alive = [weakref.ref(tensor) for _, tensor in sent]
-        pump.submit(take_snapshot(1, sent, copy=False))
+        taken = [take_snapshot(1, sent, copy=False)]
         del sent
+        await pump.submit(taken.pop(), PhaseTimer())
         await state.changed.until(lambda: state.budget.published >= 1)
         await asyncio.sleep(0)
         gc.collect()
@@ -162,7 +164,7 @@ def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies
         learner = LearnerClient(SimpleNamespace(check=check, is_remote=True))
         find = learner.find_cause
         pump = PublishPump(state, publisher, None, placement, device_turns, find_cause=find)
-        pump.submit(take_snapshot(1, weights(), copy=False))
+        await pump.submit(take_snapshot(1, weights(), copy=False), PhaseTimer())
         await pump.run()
 
     with pytest.raises(RunError, match="ended by signal 9" if dies else "invalid resource"):
