@@ -29,11 +29,11 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
 from pentad.core.files import json_digest
 from pentad.rl.bounds import Bounds
+from pentad.runtime.learner_client import LearnerClient
 from pentad.telemetry import host
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
 from pentad.trainer.context import RunContext, RunData, RunSummary, open_run
-from pentad.trainer.learner_client import Carrier, LearnerClient
 from pentad.trainer.processes.resources import Regroup
 from pentad.trainer.processes.supervisor import Supervisor
 from pentad.trainer.pumps.scheduler import HangWatch, Scheduler
@@ -144,10 +144,13 @@ CheckInputs = Callable[[Config, torch.device], RunInputs]
 
 
 def lead(
-    carrier: Carrier, config: Config, notes: Sequence[str], fresh: bool, supervisor: Supervisor
+    learner: LearnerClient,
+    config: Config,
+    notes: Sequence[str],
+    fresh: bool,
+    supervisor: Supervisor,
 ) -> RunSummary:
     """Runs the job with its learners, on rank 0 or in the only process."""
-    learner = LearnerClient(carrier)
     inputs: RunInputs = supervisor.checked
     with open_run(
         config,

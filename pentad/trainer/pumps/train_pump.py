@@ -9,10 +9,10 @@ from functools import partial
 
 from pentad.core.errors import InfraFailure, RunError
 from pentad.core.types import Group
+from pentad.runtime.learner_client import LearnerClient
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.record import PhaseTimer
 from pentad.telemetry.timeline import timeline
-from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.update import BatchFacts, chunk_slots
 from pentad.trainer.records import TrainedBatch

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,10 @@ from pentad.core.roles import Installed
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.ops.digest import digest_of
+from pentad.runtime import learner_client
+from pentad.runtime.learner_client import LearnerClient
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.record import PhaseTimer
-from pentad.trainer import learner_client
-from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.pumps.train_pump import PublishPump
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
@@ -161,8 +162,8 @@ def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies
         state = RunState(Ledger(1), MemoryStore(), Budget(1, max_staleness=1, num_batches=9))
         placement = Placement(is_shared=False, max_staleness=1)
         publisher, device_turns = Publisher([Receiver(spoil)]), DeviceTurns(placement, [])
-        learner = LearnerClient(SimpleNamespace(check=check, is_remote=True))
-        find = learner.find_cause
+        learner = SimpleNamespace(check=check, is_remote=True)
+        find = partial(LearnerClient.find_cause, learner)
         pump = PublishPump(state, publisher, None, placement, device_turns, find_cause=find)
         await pump.submit(take_snapshot(1, weights(), copy=False), PhaseTimer())
         await pump.run()

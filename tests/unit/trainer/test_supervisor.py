@@ -14,7 +14,7 @@ from pentad.config.resolve import resolve
 from pentad.core.errors import Crashed, Interrupted, RunError, Transient, UserError
 from pentad.runtime.restarts import RestartPolicy, is_restart
 from pentad.trainer.processes import fresh, supervisor
-from pentad.trainer.processes.fresh import run_in_fresh_processes
+from pentad.trainer.processes.ranks import run_in_fresh_processes
 from pentad.trainer.processes.resources import RunResources
 from pentad.trainer.processes.supervisor import RunJob, Supervisor, Unusable
 from pentad.trainer.run import RunSummary
