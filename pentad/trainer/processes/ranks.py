@@ -41,9 +41,9 @@ def run_over_ranks(
     check: CheckInputs,
     make_service: MakeService,
     config: Config,
-    notes: Sequence[str],
-    fresh: bool,
-    device: str,
+    notes: Sequence[str] = (),
+    fresh: bool = False,
+    device: str = "auto",
 ) -> RunSummary:
     """Runs a job on as many ranks as the layout has. `check` raises config problems before any
     process starts. Under torchrun every rank calls this, and only rank 0 returns."""

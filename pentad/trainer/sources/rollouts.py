@@ -170,7 +170,7 @@ def rollout_pump(
         executor,
         placement,
         device_turns,
-        rejection(checked.algorithm),
+        rejection(config.algorithm.settings),
         max_groups=config.rollout.max_concurrent_groups,
         oversampling=oversampling,
     )
