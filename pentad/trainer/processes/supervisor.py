@@ -3,7 +3,7 @@ next one continues from the newest checkpoint.
 
 One `runtime.restarts` policy counts failures, generations and retired slots. Learners are separate
 processes, or a thread of the scheduler's process; that thread is rebuilt in the process, or by
-`trainer.processes.fresh` if a failure left the process unusable.
+`trainer.processes.ranks` if a failure left the process unusable.
 """
 
 from __future__ import annotations
