@@ -26,7 +26,7 @@ from pentad.checkpoint.job import (
 from pentad.core import lock
 from pentad.core.errors import RunError, naming
 from pentad.core.files import Disk, make_folders, place_folder, remove_tree
-from pentad.weights.runs import Runs
+from pentad.weights.regions import Runs
 
 COMPARED_BYTES = 1 << 18
 FLUSH_BYTES = 128 << 20

@@ -26,7 +26,7 @@ from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
 from pentad.weights.hf import Carried, FolderPlan
 from pentad.weights.map import WeightMap
 from pentad.weights.peft import Adapter, write_adapter
-from pentad.weights.runs import Runs, runs_of
+from pentad.weights.regions import Runs, runs_of
 from pentad.weights.transfer import Shard, TensorInfo
 
 

@@ -157,7 +157,17 @@ class WriteJob:
         return self.root / self.info
 
     def run(self, disk: Disk) -> dict[str, Any]:
-        return _write(self, disk)
+        info = self.where
+        refuse_late(self.root, self.generation)
+        _refuse_committed(info)
+        try:
+            result = {"files": _write_files(self.root, self.files, disk)}
+            hit("write", step=(step_of(info.name) or 0) + 1)
+        except BaseException:
+            if not is_late(self.root, self.generation):
+                _give_back(self.root, [file.path for file in self.files], disk)
+            raise
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +197,34 @@ class CommitJob:
         return self.root / self.info
 
     def run(self, disk: Disk) -> dict[str, Any]:
-        return _commit(self, disk)
+        info = self.where
+        step = step_of(info.name)
+        assert step is not None and self.info == f"{INFO}/{info.name}", self.info
+        refuse_late(self.root, self.generation)
+        _refuse_committed(info)
+        try:
+            if self.failure is not None:
+                raise self.failure
+            sizes = {path: int(value["size"]) for path, value in self.written.items()}
+            check_written(self.root, sizes, self.visible_s)
+            refuse_late(self.root, self.generation)
+            make_folders(disk, info)
+            files = {**self.written, **_write_files(self.root, self.files, disk)}
+            entries = {path: FileEntry.from_json(value) for path, value in files.items()}
+            facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **self.facts}
+            manifest = Manifest(step, entries, facts).to_bytes()
+            write_atomic(info / MANIFEST, manifest, disk)
+            _settle_names(self.root, info, disk)
+            hit("commit", step=step + 1)
+            refuse_late(self.root, self.generation)
+            write_atomic(info / COMMIT, commit_marker(manifest), disk)
+        except BaseException:
+            own = [*(file.path for file in self.files), f"{self.info}/{MANIFEST}"]
+            # A later generation may have committed this step: then its files must not be removed.
+            if not is_late(self.root, self.generation) and _is_withdrawn(info, disk):
+                _give_back(self.root, [*self.written, *own], disk)
+            raise
+        return {"files": files, "notes": _tidy(self, disk)}
 
 
 def run_job(job: WriterJob, disk: Disk = REAL_DISK) -> dict[str, Any]:
@@ -200,54 +237,9 @@ def run_job(job: WriterJob, disk: Disk = REAL_DISK) -> dict[str, Any]:
     return {**result, "bytes": num_bytes, "ms": round(1e3 * (time.monotonic() - begun), 3)}
 
 
-def _write(job: WriteJob, disk: Disk) -> dict[str, Any]:
-    info = job.root / job.info
-    refuse_late(job.root, job.generation)
-    _refuse_committed(info)
-    try:
-        result = {"files": _write_files(job.root, job.files, disk)}
-        hit("write", step=(step_of(info.name) or 0) + 1)
-    except BaseException:
-        if not is_late(job.root, job.generation):
-            _give_back(job.root, [file.path for file in job.files], disk)
-        raise
-    return result
-
-
 def _refuse_committed(info: Path) -> None:
     if (info / COMMIT).exists():
         raise RunError(f"{info}: this checkpoint is committed and must not be rewritten")
-
-
-def _commit(job: CommitJob, disk: Disk) -> dict[str, Any]:
-    info = job.root / job.info
-    step = step_of(info.name)
-    assert step is not None and job.info == f"{INFO}/{info.name}", job.info
-    refuse_late(job.root, job.generation)
-    _refuse_committed(info)
-    try:
-        if job.failure is not None:
-            raise job.failure
-        sizes = {path: int(value["size"]) for path, value in job.written.items()}
-        check_written(job.root, sizes, job.visible_s)
-        refuse_late(job.root, job.generation)
-        make_folders(disk, info)
-        files = {**job.written, **_write_files(job.root, job.files, disk)}
-        entries = {path: FileEntry.from_json(value) for path, value in files.items()}
-        facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **job.facts}
-        manifest = Manifest(step, entries, facts).to_bytes()
-        write_atomic(info / MANIFEST, manifest, disk)
-        _settle_names(job.root, info, disk)
-        hit("commit", step=step + 1)
-        refuse_late(job.root, job.generation)
-        write_atomic(info / COMMIT, commit_marker(manifest), disk)
-    except BaseException:
-        own = [*(file.path for file in job.files), f"{job.info}/{MANIFEST}"]
-        # A later generation may have committed this step: then its files must not be removed.
-        if not is_late(job.root, job.generation) and _is_withdrawn(info, disk):
-            _give_back(job.root, [*job.written, *own], disk)
-        raise
-    return {"files": files, "notes": _tidy(job, disk)}
 
 
 def _settle_names(root: Path, info: Path, disk: Disk) -> None:

@@ -152,7 +152,8 @@ def run_init(folder: str | None, task: str | None, model: str | None, device: st
     raise_problems(_problems(folder, task, model, device))
     assert folder is not None, "checked above"
     place, starter = Path(folder).expanduser(), TASKS[task]
-    text = recipe_of(starter, place.resolve().name, model, _has_gpu(device))
+    has_gpu = device == "cuda" or (device == "auto" and bool(find_gpus()))
+    text = recipe_of(starter, place.resolve().name, model, has_gpu)
     place.mkdir(parents=True, exist_ok=True)
     if starter.file:
         source = files("pentad.cli") / "starters" / starter.file
@@ -235,10 +236,6 @@ def _has_template(model: str) -> bool:
     settings = folder / "tokenizer_config.json"
     is_inside = settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
     return is_inside or (folder / "chat_template.jinja").is_file()
-
-
-def _has_gpu(device: str) -> bool:
-    return device == "cuda" or (device == "auto" and bool(find_gpus()))
 
 
 def recipe_of(task: FirstTask, name: str, model: str, has_gpu: bool) -> str:

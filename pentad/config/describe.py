@@ -66,7 +66,8 @@ def nearest_keys(key: str, limit: int = 2) -> list[str]:
     block, _, name = without_numbers(key).rpartition(".")
     known = list(fields())
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == block}
-    close = difflib.get_close_matches(name, siblings, n=limit, cutoff=_cutoff(name))
+    cutoff = 0.5 if len(name) < 4 else 0.65  # a name of two letters with a wrong one must match
+    close = difflib.get_close_matches(name, siblings, n=limit, cutoff=cutoff)
     found = [siblings[match] for match in close]
     if close and difflib.SequenceMatcher(None, name, close[0]).ratio() >= 0.75:
         return found
@@ -74,11 +75,6 @@ def nearest_keys(key: str, limit: int = 2) -> list[str]:
     same.sort(key=lambda k: -difflib.SequenceMatcher(None, key, k).ratio())
     found = same + found + difflib.get_close_matches(key, known, n=limit, cutoff=0.8)
     return [k for k in dict.fromkeys(found) if not key.startswith(f"{k}.")][:limit]
-
-
-def _cutoff(name: str) -> float:
-    """Similarity threshold: a name with one wrong letter must match, even if it has two letters."""
-    return 0.5 if len(name) < 4 else 0.65
 
 
 def show(value: object) -> str:

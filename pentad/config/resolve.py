@@ -70,13 +70,15 @@ def resolve(config: Config, *, samples: bool = True) -> tuple[Config, list[str]]
     config = draft.config
     _choose_made_rows(draft)
     _choose_workflows(draft)
-    _choose_user(draft)
+    if config.user is None:
+        draft.set("user", user_name())
     _choose_allocation(draft, samples)
     _choose_mode(draft)
     _choose_offloading(draft)
     _choose_correction(draft)
     _choose_start(draft)
-    _choose_valid_dataset(draft)
+    if config.valid_dataset is not None:  # the same task with other rows
+        _follow(draft, "train_dataset", "valid_dataset", OF_THE_TASK)
     _choose_recovery(draft)
     _choose_engine(draft, "actor", config.actor)
     _choose_lora(draft)
@@ -189,11 +191,6 @@ def _choose_recovery(draft: _Draft) -> None:
             draft.set(key, value)
 
 
-def _choose_user(draft: _Draft) -> None:
-    if draft.config.user is None:
-        draft.set("user", user_name())
-
-
 def _choose_allocation(draft: _Draft, samples: bool) -> None:
     config = draft.config
     if config.allocation_mode is not None:
@@ -287,12 +284,6 @@ def _choose_start(draft: _Draft) -> None:
     if convertor.save_path is not None:
         why = "megatron.use_hf_ckpt = true"
         draft.set("actor.checkpoint_load_path", convertor.save_path, why)
-
-
-def _choose_valid_dataset(draft: _Draft) -> None:
-    """Fills unset keys of `valid_dataset` from `train_dataset`: the same task with other rows."""
-    if draft.config.valid_dataset is not None:
-        _follow(draft, "train_dataset", "valid_dataset", OF_THE_TASK)
 
 
 def _follow(draft: _Draft, first: str, second: str, names: tuple[str, ...]) -> None:

@@ -1,14 +1,13 @@
-"""The three roles of a run as protocols: sampler, learner, scorer."""
+"""Roles of a run as protocols: sampler, scorer. The learner is `engine.engine.Engine`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from pentad.core.types import Accumulated, Generation, Group, Loss, Request, Row, StepResult
+from pentad.core.types import Generation, Group, Request
 
 if TYPE_CHECKING:
     import torch
@@ -121,40 +120,6 @@ class Sampler(Protocol):
     def stats(self) -> dict[str, float]: ...
 
     async def close(self) -> None: ...
-
-
-class Learner(Protocol):
-    """Holds the trained weights. Synchronous: all ranks make the same calls."""
-
-    def forward(self, rows: Sequence[Row], tag: str = "actor") -> list[dict[str, Tensor]]:
-        """Returns for each row the token-aligned logprobs (and values) under the weights `tag`."""
-        ...
-
-    def routes(self, rows: Sequence[Row], tag: str = "actor") -> list[Tensor]:
-        """Returns the experts of each token under the weights `tag`, as in `Row.routes`."""
-        ...
-
-    def begin_step(self) -> None: ...
-
-    def accumulate(self, rows: Sequence[Row], loss: Loss, *, last: bool = True) -> Accumulated:
-        """Adds the gradient of the loss over the rows; any number of calls per step."""
-        ...
-
-    def end_step(self) -> StepResult:
-        """Divides by the summed count, clips, steps the optimizer and the schedule."""
-        ...
-
-    def save_tag(self, tag: str) -> None:
-        """Stores the present weights as `tag` (ref, old_actor, teacher)."""
-        ...
-
-    def load_tag(self, tag: str, weights: str | Path) -> None:
-        """Stores the weights of a folder, of the same shapes, as `tag`."""
-        ...
-
-    def iter_weights(self) -> NamedTensors:
-        """Yields every weight, unsharded, by HF-on-disk name, in layer order and publish dtype."""
-        ...
 
 
 class Scorer(Protocol):

@@ -1,4 +1,4 @@
-"""The engine: the learner of one model on one rank of a layout, as `core.roles.Learner`.
+"""The engine: the learner of one model on one rank of a layout.
 
 It takes rows and a loss, independent of the algorithm. The loss is a sum; only `end_step` divides,
 once, by the summed count, so the gradient does not depend on the split of rows into calls,
@@ -153,7 +153,7 @@ def _build_held(
 
 
 class Engine:
-    """Implements `core.roles.Learner`. Built by `build_engine`."""
+    """Holds the trained weights; built by `build_engine`. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -309,6 +309,7 @@ class Engine:
             tensor.grad = None
 
     def accumulate(self, rows: Sequence[Row], loss: Loss, *, last: bool = True) -> Accumulated:
+        """Adds the gradient of the loss over the rows; any number of calls per step."""
         step = self._open_step("accumulate")
         self._require_actor("a gradient")
         if step.whole is not None:
@@ -331,6 +332,7 @@ class Engine:
         return Accumulated(loss_total, count, stats_total, outputs_per_row)
 
     def end_step(self) -> StepResult:
+        """Divides by the summed count, clips, steps the optimizer and the schedule."""
         step = self._open_step("end_step")
         if step.whole is None:
             raise RunError("end_step was called before accumulate(..., last=True)")
@@ -423,6 +425,7 @@ class Engine:
         return self.tags.use(tag)
 
     def save_tag(self, tag: str) -> None:
+        """Stores the present weights as `tag` (ref, old_actor, teacher)."""
         self.onload()
         if self.base is not None and self.base.takes(tag, self.num_steps):
             self.tags.copies.pop(tag, None)
@@ -430,6 +433,7 @@ class Engine:
             self.tags.save(tag)
 
     def load_tag(self, tag: str, weights: str | Path) -> None:
+        """Stores the weights of a folder, of the same shapes, as `tag`."""
         self.onload()
         if self.base is not None:
             self.base.load_tag(tag, weights)

@@ -27,7 +27,8 @@ INDEX_BYTES = 24
 def kept_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:
     """Bytes a layer keeps until its backward, per token of the microbatch on this rank."""
     handed = handed_bytes(dims, layer, layout, keys)
-    full = layer_input(dims, layout, keys) + handed
+    # c * h: the residual stream between two layers
+    full = keys.compute_bytes * dims.hidden_size / (layout.cp * layout.tp) + handed
     if keys.archon.is_recomputed(layer):
         return full
     none = whole_layer(dims, layer, layout, keys)
@@ -43,11 +44,6 @@ def handed_bytes(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig)
     if all(own.get("kv_from") != layer for own in dims.own):
         return 0.0
     return 2 * keys.compute_bytes * kv_width(dims.of_layer(layer), layout.tp) / layout.cp
-
-
-def layer_input(dims: ModelDims, layout: Layout, keys: ModelConfig) -> float:
-    """c * h: the residual stream between two layers."""
-    return keys.compute_bytes * dims.hidden_size / (layout.cp * layout.tp)
 
 
 def whole_layer(dims: ModelDims, layer: int, layout: Layout, keys: ModelConfig) -> float:

@@ -92,10 +92,6 @@ class Training:
         return DTYPE_BYTES[self.model.reduce_dtype]
 
     @property
-    def tags_on_host(self) -> bool:
-        return self.device == "cuda" and self.model.gradient_checkpointing
-
-    @property
     def adapter_bytes(self) -> float:
         """Bytes of one copy of all factors of an adapter; 0 without `lora`."""
         lora = self.model.lora
@@ -363,7 +359,8 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
         put(PHASES, where, "adapter", trained)
     if training.device == "cuda":
         put(PHASES, "host", "process", HOST_BYTES_PER_RANK)
-    tags_at = "host" if training.tags_on_host else "device"
+    on_host = training.device == "cuda" and training.model.gradient_checkpointing
+    tags_at = "host" if on_host else "device"
     # The actor's weights are stored elsewhere while another tag is loaded. The reference of an
     # adapter is the frozen model without it.
     num_tags = training.num_tags if training.model.lora is None else 0

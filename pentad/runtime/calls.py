@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from pentad.core.errors import RunError, Transient, UserError
 from pentad.core.group_values import broadcast_value
+from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.rank import Rank
 from pentad.runtime.signals import handling_signals
 
@@ -49,26 +49,23 @@ def group_of_calls() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
-class RankCalls:
+class RankCalls(LearnerClient):
     """Makes calls on all ranks, from rank 0; with one rank, plain calls. A context manager: its
     exit ends the other ranks and this rank's service."""
 
     is_remote = False
     straggler = None
 
-    def __init__(self, service: RankService) -> None:
+    def __init__(self, service: RankService, name: str = "learner") -> None:
+        super().__init__(name)
         assert service.rank.rank == 0, "only rank 0 makes calls"
         self.service = service
-        self.is_stopping: Callable[[], bool] = bool
         self.rank = service.rank
         self.is_alone = self.rank.world == 1
         self.group = group_of_calls() if self.rank.world > 1 else None
         self.lock = threading.Lock()
-        self.is_broken = False
-        """Whether a call failed on this rank, so that the state of the others is unknown."""
 
-    def call(self, method: str, **arguments: Any) -> Any:
-        """Makes the call on all ranks, one at a time, from any thread; returns rank 0's result."""
+    def call_all(self, method: str, **arguments: Any) -> Any:
         if self.group is None:
             return getattr(self.service, method)(**arguments)
         with self.lock:
@@ -79,13 +76,12 @@ class RankCalls:
                     broadcast_value([method, arguments], self.group)
                     return getattr(self.service, method)(**arguments)
                 except BaseException as error:
+                    # Otherwise the state of the other ranks is unknown.
                     is_mild = isinstance(error, OSError | RunError | UserError)
                     self.is_broken = not (is_mild and method in self.service.mild)
                     raise
 
-    def ask(self, method: str, **arguments: Any) -> Any:
-        """Queries rank 0 only, also during a call: for methods without communication between ranks
-        and without device work."""
+    def query(self, method: str, **arguments: Any) -> Any:
         return getattr(self.service, method)(**arguments)
 
     @property

@@ -75,11 +75,9 @@ def unpack(table: bytes, text: bytes, data: bytes) -> tuple[int, list[dict[str, 
             end += -end % ALIGN
         if end != len(data):
             raise BadFrame(f"has {len(data)} bytes of arrays where its table says {end}")
-
-        def revive(value: dict[str, Any]) -> Any:
-            return arrays[value[ARRAY]] if ARRAY in value else value
-
-        items = json.loads(text, object_hook=revive)
+        items = json.loads(
+            text, object_hook=lambda one: arrays[one[ARRAY]] if ARRAY in one else one
+        )
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise BadFrame(f"cannot be read ({type(error).__name__})") from error
     is_form = isinstance(items, list) and all(isinstance(item, dict) for item in items)

@@ -1,7 +1,7 @@
 """Calls of all ranks of a group of role processes, from the process that started the group.
 
     with RankGroup(runtime, specs, settings) as group:
-        group.call("build", num_steps=8)
+        group.call_all("build", num_steps=8)
 
 Every call goes to all ranks at once and returns rank 0's result. If a rank dies, hangs or fails,
 the group ends with an error that names the first cause. The connections use a separate event loop
@@ -24,6 +24,7 @@ from pentad.core.scratch import scratch_folder
 from pentad.runtime import roles
 from pentad.runtime.awake import AwakeLoop, awake_s
 from pentad.runtime.frames import revive_error
+from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.pace import Pace
 from pentad.runtime.rank import NO_STEP, pulse
 from pentad.runtime.report import (
@@ -109,7 +110,7 @@ async def wait_for(task: asyncio.Task[T]) -> T:
     return await task
 
 
-class RankGroup:
+class RankGroup(LearnerClient):
     """Starts, monitors and ends the processes of a group, and makes calls on them."""
 
     is_remote = True
@@ -122,8 +123,10 @@ class RankGroup:
         specs: Sequence[RoleSpec],
         settings: GroupSettings,
         device: Any = None,
+        name: str = "learner",
     ) -> None:
         """`specs`: by rank; `device`: that of the ranks, for callers."""
+        super().__init__(name)
         self.runtime = runtime
         self.specs = specs
         self.settings = settings
@@ -131,8 +134,6 @@ class RankGroup:
         self.world = len(specs)
         self.members: list[Member] = []
         self.lock = threading.Lock()
-        self.is_broken = False
-        """Whether the group has failed; no further call is possible."""
         self.failure: Exception | None = None
         """The error that ended it."""
         self.failed, self.noticed = asyncio.Event(), asyncio.Event()
@@ -145,8 +146,6 @@ class RankGroup:
         """Times of that rank's last message, of the group's failure, and when all ranks had
         connected."""
         self.pace = Pace(self.world)
-        self.is_stopping: Callable[[], bool] = bool
-        """Whether the run is being stopped."""
         self.stack = ExitStack()
         """Resources that are removed after the ranks have ended."""
         self.loop = AwakeLoop()
@@ -209,8 +208,7 @@ class RankGroup:
 
     # Calls
 
-    def call(self, method: str, **arguments: Any) -> Any:
-        """Makes the call on all ranks, one at a time, from any thread; rank 0's answer."""
+    def call_all(self, method: str, **arguments: Any) -> Any:
         with self.lock:
             self.check()
             try:
@@ -239,15 +237,14 @@ class RankGroup:
             timeline.add(lane, method, end - seconds, stop)
             timeline.add(lane, "waits for other ranks", stop, end)
 
-    def ask(self, method: str, **arguments: Any) -> Any:
-        """Queries rank 0 only, also during a call."""
+    def query(self, method: str, **arguments: Any) -> Any:
         self.check()
         self.opening.result()
         asking = self._ask(self.members[0], "ask", method=method, arguments=arguments)
         return self._value(self._wait(self._unless_failed(asking)))
 
     @property
-    def straggler(self) -> int | None:
+    def straggler(self) -> int | None:  # type: ignore[override]
         return self.pace.straggler
 
     def check(self) -> None:

@@ -47,8 +47,7 @@ from pentad.sync.published import (
 )
 from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
 from pentad.weights.map import WeightMap
-from pentad.weights.regions import slices
-from pentad.weights.runs import runs_of
+from pentad.weights.regions import runs_of, slices
 from pentad.weights.transfer import Shard, TensorInfo, source_block
 
 

@@ -116,7 +116,7 @@ class WeightsDir:
     def drop_all(self) -> None:
         """Drops all versions. Called when the publishing process is lost, because the next one
         restarts from an earlier version."""
-        ended = self._valid()
+        ended = [*self.retained.values(), *([self.newest] if self.newest else [])]
         self.retained, self.newest = {}, None
         self.release, self.check = lambda version: None, lambda: None
         for published in ended:
@@ -157,10 +157,6 @@ class WeightsDir:
             published.num_readers -= 1
             self.read.remove(published)
             self._end(published)
-
-    def _valid(self) -> list[PublishedVersion]:
-        """Returns the versions that a receiver may still pull."""
-        return [*self.retained.values(), *([self.newest] if self.newest else [])]
 
     def _end(self, published: PublishedVersion) -> None:
         if published is self.newest or published.num_readers:

@@ -87,7 +87,8 @@ def check_environment(
     model."""
     config, stream, valid = as_only(whole, keys), None, None
     workflow = checks.attempt(lambda: load_workflow(config.rollout.workflow, config.rollout.agent))
-    if keys.reward_key == "reward" and keys.name and rewards_itself(workflow):
+    rewards_itself = getattr(workflow, "facts", {}).get("has_method")
+    if keys.reward_key == "reward" and keys.name and rewards_itself:
         config = config.model_copy(update={"reward": RewardConfig()})
     if reader is not None:
         if config.train_dataset.path is not None:
@@ -104,10 +105,6 @@ def check_environment(
     if workflow is None:
         return None
     return CheckedEnvironment(keys.name, config, workflow, stream, valid)
-
-
-def rewards_itself(workflow: Workflow | None) -> bool:
-    return bool(getattr(workflow, "facts", {}).get("has_method"))
 
 
 def train_stream(

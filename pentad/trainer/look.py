@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from pentad.config.environments import environments
-from pentad.core.errors import Problem, UserError, raise_problems
+from pentad.core.errors import Problem, UserError
 from pentad.data.sft import SftDataset
 from pentad.data.tokenizer import TOKENIZER_FILES, Tokenizer
 from pentad.models.catalog import known_dims
@@ -148,13 +148,9 @@ def open_reader(config: Config, dims: ModelDims | None, found: Look) -> RowReade
     if tokenizer is None:
         return None
     if dims is not None:
-        found.checks.attempt(lambda: found_problems(config, dims, tokenizer))
+        problems = found.checks.attempt(lambda: tokenizer_problems(config, dims, tokenizer))
+        found.checks.problems += problems or []
     return RowReader(dims, tokenizer, FIRST_ROWS)
-
-
-def found_problems(config: Config, dims: ModelDims, tokenizer: Tokenizer) -> None:
-    problems = tokenizer_problems(config, dims, tokenizer)
-    raise_problems(problems)
 
 
 def any_tokenizer(folder: Path) -> Tokenizer:

@@ -24,7 +24,6 @@ from pentad.core.sizes import DeviceKind, RunSize
 from pentad.data.mixture import MixedPrompts
 from pentad.data.prompts import Prompts
 from pentad.data.tokenizer import Tokenizer
-from pentad.rl.section import AlgorithmSettings
 from pentad.runtime.nodes import NODES
 from pentad.runtime.rank import rank_from_environment
 from pentad.runtime.restarts import is_restart
@@ -45,12 +44,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The inputs of a run, read and checked."""
+    """The inputs of a run or of an evaluation, read and checked."""
 
     dims: ModelDims
     tokenizer: Tokenizer
-    algorithm: AlgorithmSettings
     stream: Prompts
+    """The prompts of the run, or those of the evaluation."""
     valid: Prompts | None
     environments: tuple[CheckedEnvironment, ...]
 
@@ -64,14 +63,13 @@ def size_of(config: Config, checked: Checked, num_steps: int) -> RunSize:
 def check_train(config: Config, device: torch.device) -> Checked:
     """Checks everything the run reads; raises one UserError with every problem."""
     checks, dims = begin_checks(config, device, "train")
-    algorithm = config.algorithm.settings
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
     reader = None
     if dims is not None and tokenizer is not None:
         reader = RowReader(dims, tokenizer)
         checks.problems += tokenizer_problems(config, dims, tokenizer)
         checks.attempt(lambda: check_start(config, "actor"))
-        if algorithm.facts.needs_critic:
+        if config.algorithm.facts.needs_critic:
             checks.attempt(lambda: check_start(config, "critic"))
     found = [check_environment(config, keys, reader, checks) for keys in environments(config)]
     checks.raise_all()
@@ -80,7 +78,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
     assert dims and tokenizer and len(streams) == len(found), "what failed has raised"
     weights = [keys.weight for keys in environments(config)]
     stream = MixedPrompts(streams, weights) if config.rollout.workflows else streams[0]
-    return Checked(dims, tokenizer, algorithm, stream, held_out(good), good)
+    return Checked(dims, tokenizer, stream, held_out(good), good)
 
 
 def begin_checks(

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,11 +29,11 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
 from pentad.core.files import json_digest
 from pentad.rl.bounds import Bounds
+from pentad.runtime.learner_client import LearnerClient
 from pentad.telemetry import host
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
 from pentad.trainer.context import RunContext, RunData, RunSummary, open_run
-from pentad.trainer.learner_client import Carrier, LearnerClient
 from pentad.trainer.processes.resources import Regroup
 from pentad.trainer.processes.supervisor import Supervisor
 from pentad.trainer.pumps.scheduler import HangWatch, Scheduler
@@ -89,22 +89,11 @@ class RunInputs(ABC):
         return RunSummary(run.context.folder.path, model, run.trained, evals)
 
 
-class WeightSink(Protocol):
-    """Receives the weights after every step."""
-
-    async def take(self, version: int) -> Any:
-        """Returns a snapshot of the learner's weights as `version`."""
-        ...
-
-    async def hand_on(self, snapshot: Any) -> None: ...
-
-
 class BatchSource(ABC):
     """The source of a run's batches, and the training of a batch on the learner."""
 
-    sinks: Sequence[WeightSink] = ()
     saves_first = False
-    """Whether a step is saved and recorded before its weights are passed to the sinks."""
+    """Whether a step is saved and recorded before its weights are published."""
 
     @abstractmethod
     def check(self, checkpoint: Checkpoint) -> None:
@@ -125,6 +114,12 @@ class BatchSource(ABC):
 
     async def after_update(self, trained: TrainedBatch) -> None:  # noqa: B027
         """Called after the step is counted, with its weights in place, before anything is saved."""
+
+    async def take_weights(self, version: int, timer: PhaseTimer) -> Any:  # noqa: B027
+        """Returns a snapshot of the learner's weights; None if nothing receives them."""
+
+    async def publish(self, snapshot: Any, timer: PhaseTimer) -> None:  # noqa: B027
+        """Publishes a snapshot and keeps no reference to it, which is a whole model."""
 
     async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
         """Runs the steps, and the pumps that make batches."""
@@ -152,10 +147,13 @@ CheckInputs = Callable[[Config, torch.device], RunInputs]
 
 
 def lead(
-    carrier: Carrier, config: Config, notes: Sequence[str], fresh: bool, supervisor: Supervisor
+    learner: LearnerClient,
+    config: Config,
+    notes: Sequence[str],
+    fresh: bool,
+    supervisor: Supervisor,
 ) -> RunSummary:
     """Runs the job with its learners, on rank 0 or in the only process."""
-    learner = LearnerClient(carrier)
     inputs: RunInputs = supervisor.checked
     with open_run(
         config,
@@ -283,13 +281,13 @@ class Run:
         self.trained = trained.batch + 1
         sentence = await self._guard(source, trained)
         await source.after_update(trained)
-        snapshots = await self._take(source, timer)
+        snapshots = [await source.take_weights(self.trained, timer)]
         if source.saves_first:
             await self._save(source, trained, sentence)
             assert self.timer is not None, "it begins with the record"
-            await self._hand_on(source, snapshots, self.timer)
-        else:
-            await self._hand_on(source, snapshots, timer)
+            timer = self.timer
+        await source.publish(snapshots.pop(), timer)
+        if not source.saves_first:
             await self._save(source, trained, sentence)
 
     async def _guard(self, source: BatchSource, trained: TrainedBatch) -> str:
@@ -308,20 +306,6 @@ class Run:
         back = partial(roll_back, self.context, self.recover, self.bounds, step, sentence)
         with trained.timer.phase("train"), source.doing("rolling back to a checkpoint"):
             return await self.learner.run(back)
-
-    async def _take(self, source: BatchSource, timer: PhaseTimer) -> list[Any]:
-        """Takes a snapshot for each sink."""
-        snapshots = []
-        for sink in source.sinks:
-            with timer.phase("publish"), source.doing(f"the copy of version {self.trained}"):
-                snapshots.append(await sink.take(self.trained))
-        return snapshots
-
-    async def _hand_on(self, source: BatchSource, snapshots: list[Any], timer: PhaseTimer) -> None:
-        """Passes the snapshots to the sinks and keeps none: each is a whole model."""
-        for sink in source.sinks:
-            with timer.phase("publish"):
-                await sink.hand_on(snapshots.pop(0))
 
     async def _save(self, source: BatchSource, trained: TrainedBatch, sentence: str) -> None:
         step = trained.batch + 1

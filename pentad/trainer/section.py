@@ -12,11 +12,10 @@ SWITCH = {"true": "on", "false": "off"}
 """Converts YAML's booleans for on and off back to text."""
 
 
-def switch_name(value: object) -> object:
-    return SWITCH.get(str(value).lower(), value)
-
-
-SwitchName = Annotated[Literal["on", "auto", "off", "disabled"], BeforeValidator(switch_name)]
+SwitchName = Annotated[
+    Literal["on", "auto", "off", "disabled"],
+    BeforeValidator(lambda value: SWITCH.get(str(value).lower(), value)),
+]
 
 
 class ReferenceConfig(Section):

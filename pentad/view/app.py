@@ -6,14 +6,17 @@ scripts of this server only, so that a script in a sample is not run.
 
 from __future__ import annotations
 
+import base64
 import csv
+import dataclasses
+import hashlib
 import hmac
 import io
 import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from http.cookies import SimpleCookie
 from importlib.resources import files
@@ -30,9 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pentad.config.resolve import PATHS
 from pentad.core.errors import UserError
 from pentad.serve.wire import is_local, name_of
-from pentad.telemetry.record import finite
-from pentad.view.compare import differing_keys, first_parting
-from pentad.view.export import export_page, field_meanings
+from pentad.telemetry.record import BLOCKS, StepRecord, finite
 from pentad.view.lines import newest_mtime, number, parse, part
 from pentad.view.run import BUDGET_S, RunView, find_runs, is_recipe
 from pentad.view.samples import SampleFilter
@@ -348,3 +349,108 @@ class ViewGuard:
         return PlainTextResponse(
             "Open the address with its token, as `pentad view` printed it.", 401
         )
+
+
+NAMES = ("experiment_name", "trial_name", "fileroot", "user")
+"""Keys that only name a run."""
+WATCHED = ("loss", "grad_norm", "lr", "rl/reward_mean", "rl/length_mean")
+MISSING = "(no such key)"
+
+
+# Comparison of runs.
+
+
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Key -> its value in each config."""
+    flat = [dict(_leaves(config, "")) for config in configs]
+    keys = dict.fromkeys(key for one in flat for key in one if key not in NAMES)
+    values = {key: [one.get(key, MISSING) for one in flat] for key in keys}
+    return {key: given for key, given in values.items() if any(v != given[0] for v in given)}
+
+
+def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
+    if not isinstance(value, Mapping) or not value:
+        return [(path, value)]
+    parts = [_leaves(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()]
+    return [leaf for part in parts for leaf in part]
+
+
+def first_parting(one: RunView, other: RunView) -> dict[str, Any] | None:
+    """The first step at which a number of the training differs; None if there is none so far."""
+    steps_one, steps_other = one.steps.columns.of("step"), other.steps.columns.of("step")
+    common, rows_one, rows_other = np.intersect1d(steps_one, steps_other, return_indices=True)
+    found: list[tuple[float, str, float, float]] = []
+    for key in WATCHED:
+        left = one.steps.columns.of(key)[rows_one]
+        right = other.steps.columns.of(key)[rows_other]
+        apart = np.flatnonzero((left != right) & ~(np.isnan(left) & np.isnan(right)))
+        if len(apart):
+            row = int(apart[0])
+            found.append((float(common[row]), key, float(left[row]), float(right[row])))
+    if not found:
+        return None
+    step, key, left_value, right_value = min(found)
+    values = [None if v != v else v for v in (left_value, right_value)]
+    return {"step": int(step), "key": key, "values": values}
+
+
+POINTS = 1000
+NUM_SAMPLES = 400
+"""Number of newest samples in the file; long texts are truncated as in lists."""
+NUM_GROUPS = 12
+"""Number of groups of the last kept step in the file, with all tokens."""
+
+
+# Export to one HTML file, which needs no server.
+
+
+def export_page(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | None) -> str:
+    """The page of a run with its records inside."""
+    static = files("pentad.view") / "static"
+    script, style = ((static / name).read_text("utf-8") for name in ("app.js", "app.css"))
+    # `</script>` in a text would end the element; JSON has another way to write `<`.
+    data = json.dumps(finite(exported(run, plan_of))).replace("<", "\\u003c")
+    script = script.replace("</script", "<\\/script")
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'; "
+        "img-src data: blob:"
+    )
+    head, _, _ = (static / "index.html").read_text("utf-8").partition("<link")
+    title = run.name.replace("&", "&amp;").replace("<", "&lt;")
+    return (
+        head.replace("<title>pentad view</title>", f"<title>{title}</title>")
+        + f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        + f"<style>{style}</style>\n</head>\n<body>\n"
+        + f'<div id="app"></div>\n<script type="application/json" id="data">{data}</script>\n'
+        + f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def exported(run: RunView, plan_of: Callable[[RunView], dict[str, Any]] | None) -> dict[str, Any]:
+    run.advance(60.0)
+    run.samples.advance(60.0)
+    kept = run.groups.steps()[-1:]
+    groups = [(step, gid) for step in kept for gid in run.groups.gids(step)[:NUM_GROUPS]]
+    found = {
+        "run": run.summary() | {"has_plan": plan_of is not None},
+        "series": run.steps.series(list(run.steps.columns.by_path), None, None, POINTS),
+        "samples": run.samples.find(SampleFilter(), 0, NUM_SAMPLES, 10.0)["samples"][::-1],
+        "groups": [run.groups.group(*one, run.samples.group(*one)) for one in groups],
+        "fields": field_meanings(),
+    }
+    if plan_of is not None:
+        try:
+            found["plan"] = plan_of(run)
+        except UserError as error:
+            found["plan"] = {"error": str(error)}
+    return found
+
+
+def field_meanings() -> dict[str, dict[str, str]]:
+    """Path of a number of a step, such as `rl/entropy` -> meaning and unit."""
+    return {
+        f"{block}/{entry.name}".lstrip("/"): {k: entry.metadata[k] for k in ("meaning", "unit")}
+        for block, cls in {"": StepRecord, **BLOCKS}.items()
+        for entry in dataclasses.fields(cls)
+    }

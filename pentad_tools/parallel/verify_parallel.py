@@ -182,7 +182,7 @@ def run_cases(
                             "layout": asdict(case.layout),
                             "settings": engine_settings_of(actor, case.layout),
                         }
-                        measured = ranks.call("measure", number=left[0], **given)
+                        measured = ranks.call_all("measure", number=left[0], **given)
                         yield left.pop(0), judge(case.text, measured, alone)
             except (RunError, UserError) as failure:
                 if not left:

@@ -202,37 +202,37 @@ def called(case):
 def same_order(calls):
     """Calls of two threads come to all ranks in one order, with their values."""
     threads = [
-        threading.Thread(target=lambda n=n: [calls.call("note", by=n, at=i) for i in range(20)])
+        threading.Thread(target=lambda n=n: [calls.call_all("note", by=n, at=i) for i in range(20)])
         for n in range(2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    first, second = calls.call("everyone")
-    return first == second, len(first), calls.call("note", text="ä", none=None, x=0.1)
+    first, second = calls.call_all("everyone")
+    return first == second, len(first), calls.call_all("note", text="ä", none=None, x=0.1)
 
 
 def ask_one(calls):
     """A question is rank 0's alone."""
-    calls.ask("note", a=1)
-    return calls.call("everyone")
+    calls.query("note", a=1)
+    return calls.call_all("everyone")
 
 
 def refused(calls):
     """A mild failure is reported, and the next call is made; another one is the end."""
     try:
-        calls.call("refuse")
+        calls.call_all("refuse")
     except RunError as error:
         said = str(error)
-    return said, calls.call("everyone"), calls.is_broken
+    return said, calls.call_all("everyone"), calls.is_broken
 
 
 def hang(calls):
     """A rank that takes no more calls: rank 0 does not wait for ever."""
-    calls.call("nap")
+    calls.call_all("nap")
     try:
-        calls.call("note")
+        calls.call_all("note")
     except RuntimeError as error:
         return "imed out" in str(error), calls.is_broken
     return "it waited"

@@ -67,21 +67,25 @@ def test_calls_of_two_threads_come_to_all_ranks_in_one_order(tmp_path, caplog):
     caplog.set_level("INFO", "pentad.test")
     with make_group(tmp_path) as group:
         threads = [
-            threading.Thread(target=lambda n=n: [group.call("note", by=n, at=i) for i in range(9)])
+            threading.Thread(
+                target=lambda n=n: [group.call_all("note", by=n, at=i) for i in range(9)]
+            )
             for n in range(2)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        first, second = group.call("everyone")
+        first, second = group.call_all("everyone")
         assert first == second and len(first) == 18
-        assert group.call("note", text="ä", none=None, x=0.1) == [0, 19]
-        assert group.ask("note") == [0, 20]
-        assert [len(seen) for seen in group.call("everyone")] == [20, 19], "a question is rank 0's"
+        assert group.call_all("note", text="ä", none=None, x=0.1) == [0, 19]
+        assert group.query("note") == [0, 20]
+        assert [len(seen) for seen in group.call_all("everyone")] == [20, 19], (
+            "a question is rank 0's"
+        )
         with pytest.raises(RunError, match="refused by rank 0"):
-            group.call("refuse")
-        assert group.call("note") == [0, 21] and not group.is_broken
+            group.call_all("refuse")
+        assert group.call_all("note") == [0, 21] and not group.is_broken
     assert {record.getMessage() for record in caplog.records} == {"noted by 0"}
 
 
@@ -95,16 +99,16 @@ def test_calls_of_two_threads_come_to_all_ranks_in_one_order(tmp_path, caplog):
 def test_a_rank_that_fails_is_named_and_ends_the_group(tmp_path, how, kind, said):
     with make_group(tmp_path) as group:
         with pytest.raises(kind, match=said):
-            group.call("harm", rank=1, how=how)
+            group.call_all("harm", rank=1, how=how)
         with pytest.raises(kind, match=said):
-            group.call("note")
+            group.call_all("note")
         with pytest.raises(kind, match=said):
-            group.ask("note")
+            group.query("note")
 
 
 def test_a_rank_that_dies_between_calls_is_noticed(tmp_path):
     with make_group(tmp_path) as group:
-        group.call("note")
+        group.call_all("note")
         os.kill(pids()[1], signal.SIGKILL)
         deadline = time.monotonic() + 120
         with pytest.raises(Transient, match="rank 1 of 2, .*was ended by signal 9"):
@@ -122,30 +126,30 @@ def test_a_rank_that_dies_before_it_has_joined_may_be_started_again(tmp_path, ra
             time.sleep(0.01)
         os.kill(pids()[rank], signal.SIGKILL)
         with pytest.raises(Transient, match=f"rank {rank} of 2, before its first step: was ended"):
-            group.call("note")
+            group.call_all("note")
 
 
 def test_a_question_to_a_rank_that_hangs_ends_with_the_group(tmp_path):
     settings = GroupSettings(stall_s=2.0, timeout_s=2.0)
     with make_group(tmp_path, world=1, settings=settings) as group:
-        group.call("step")  # its first: from then on silence is a hang
+        group.call_all("step")  # its first: from then on silence is a hang
         os.kill(pids()[0], signal.SIGSTOP)
         with pytest.raises(Transient, match=r"rank 0 of 1, step 3: does not run \(it is stopped\)"):
-            group.ask("note")
+            group.query("note")
 
 
 def test_bad_input_of_a_rank_is_reported_as_it_is(tmp_path):
     with make_group(tmp_path, bad_rank=1) as group, pytest.raises(UserError) as caught:
-        group.call("note")
+        group.call_all("note")
     assert caught.value.problems == ["a = 1: is bad."]
 
 
 def test_a_group_that_is_left_in_mid_call_does_not_wait(tmp_path):
     began = 0.0
     with pytest.raises(KeyError), make_group(tmp_path, world=1) as group:
-        group.call("note")
+        group.call_all("note")
         thread = threading.Thread(
-            target=lambda: pytest.raises(Exception, group.call, "nap", seconds=600)  # noqa: B017
+            target=lambda: pytest.raises(Exception, group.call_all, "nap", seconds=600)  # noqa: B017
         )
         thread.start()
         while not group.lock.locked():
@@ -158,7 +162,7 @@ def test_a_group_that_is_left_in_mid_call_does_not_wait(tmp_path):
 
 def test_ranks_of_one_machine_meet_in_a_folder_that_no_other_user_can_open(tmp_path, temporary):
     with make_group(tmp_path) as group:
-        group.call("note")
+        group.call_all("note")
         (meeting,) = temporary.glob(f"*{MEETING}*")
         assert meeting.stat().st_mode & 0o777 == 0o700
 
@@ -169,7 +173,7 @@ from pathlib import Path
 from test_groups import make_group
 
 with make_group(Path(sys.argv[1])) as group:
-    group.call("note")
+    group.call_all("note")
     print("met", flush=True)
     time.sleep(600)
 """
@@ -185,5 +189,5 @@ def test_what_a_killed_scheduler_left_is_removed_by_the_next_start(tmp_path, tem
             scheduler.kill()
     (left,) = temporary.glob(f"*{MEETING}*")
     with make_group(tmp_path) as group:
-        group.call("note")
+        group.call_all("note")
         assert not left.exists()

@@ -31,7 +31,7 @@ from pentad.trainer.pumps.rollout_pump import RolloutPump
 from pentad.trainer.pumps.scheduler import Scheduler
 from pentad.trainer.pumps.scorers import ScorePump
 from pentad.trainer.pumps.state import Budget, RunState
-from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump, SamplerSink
+from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.run import Run
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
@@ -197,10 +197,11 @@ class SimulatedSource:
 
     saves_first = False
 
-    def __init__(self, trainer: BatchTrainer, sink: SamplerSink) -> None:
+    def __init__(self, trainer: BatchTrainer, take_weights: Callable[..., Any]) -> None:
         self.trainer = trainer
         self.doing = trainer.state.doing
-        self.sinks = [sink]
+        self.take_weights = take_weights
+        self.publish = trainer.publish.submit
 
     async def train(self, step: int, timer: Any) -> TrainedBatch | None:
         trained = await self.trainer.train(step, timer)
@@ -358,7 +359,7 @@ class Simulation:
             device_turns,
             world.num_chunks,
         )
-        self.source = SimulatedSource(trainer, SamplerSink(publish, self.fetch))
+        self.source = SimulatedSource(trainer, self.fetch)
         forever = SimpleNamespace(run=asyncio.Event().wait)
         roles = ("ref", "teacher")[: world.num_scorers]
         self.scorers = {role: SimulatedScorer(self, role) for role in roles}
@@ -507,7 +508,7 @@ class Simulation:
         for group in self.state.store.get(gids):
             assert wanted == group.samples[0].columns.keys(), "it is trained without its scores"
 
-    async def fetch(self, version: int) -> Snapshot:
+    async def fetch(self, version: int, timer: Any) -> Snapshot:
         self.newest_version = version
         return snapshot_of(version)
 

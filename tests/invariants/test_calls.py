@@ -21,7 +21,7 @@ def seen(monkeypatch):
 
         return passing
 
-    for name in ("call", "ask"):
+    for name in ("call_all", "query"):
         monkeypatch.setattr(RankCalls, name, by_text(getattr(RankCalls, name)))
     return found
 

@@ -12,8 +12,8 @@ from test_rl_runs import assert_same_weights
 
 from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
+from pentad.runtime.learner_client import LearnerClient
 from pentad.telemetry.recorder import Recorder
-from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.sources.rollouts import run_train
 

@@ -369,7 +369,7 @@ def test_what_was_trained_before_any_exception_is_exported(lab, monkeypatch):
 def test_nothing_is_tried_where_a_rank_is_gone_and_one_sentence_says_so(
     lab, monkeypatch, capsys, command
 ):
-    plain = RankCalls.call
+    plain = RankCalls.call_all
 
     def call(self, method, **arguments):
         if (method, arguments) in (("begin", {"batch": 2}), ("step", {"step": 2})):
@@ -377,7 +377,7 @@ def test_nothing_is_tried_where_a_rank_is_gone_and_one_sentence_says_so(
             raise RuntimeError("Connection closed by peer")
         return plain(self, method, **arguments)
 
-    monkeypatch.setattr(RankCalls, "call", call)
+    monkeypatch.setattr(RankCalls, "call_all", call)
     often = ("recover.freq_steps=1", "recover.retries=0", "saver.mode=sync", "trial_name=torn")
     with pytest.raises(RuntimeError, match="closed by peer"):
         getattr(lab, command)(*often)

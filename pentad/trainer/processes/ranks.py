@@ -7,33 +7,43 @@ from a separate process (`runtime.group_calls`), or under torchrun from rank 0 (
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import traceback
 from collections.abc import Sequence
+from functools import partial
+from types import FrameType
 
 import torch
 
 from pentad.config.rules.elastic import fit_world
 from pentad.config.schema import Config
+from pentad.core.device import reset_gpus
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.group_values import gather_values
 from pentad.core.seeds import seed_globals
 from pentad.planner.hub import pins_of
 from pentad.runtime.calls import RankCalls, serve
+from pentad.runtime.helper import Channel, Died, Helper
 from pentad.runtime.rank import Rank, is_one_machine, rank_from_environment
 from pentad.runtime.rank_host import JOIN_S, device_of, join_group, leave_group, shares_store
 from pentad.runtime.restarts import RestartPolicy
+from pentad.runtime.signals import handling_signals
 from pentad.trainer.context import RunSummary
 from pentad.trainer.processes.resources import RunResources
 from pentad.trainer.processes.supervisor import MakeService, RunJob, Supervisor, Unusable
 from pentad.trainer.run import CheckInputs, lead
+from pentad.trainer.run_folders import describe_progress
+from pentad.trainer.stopping import too_early
 
 
 def run_over_ranks(
     check: CheckInputs,
     make_service: MakeService,
     config: Config,
-    notes: Sequence[str],
-    fresh: bool,
-    device: str,
+    notes: Sequence[str] = (),
+    fresh: bool = False,
+    device: str = "auto",
 ) -> RunSummary:
     """Runs a job on as many ranks as the layout has. `check` raises config problems before any
     process starts. Under torchrun every rank calls this, and only rank 0 returns."""
@@ -53,8 +63,6 @@ def run_over_ranks(
         with RunResources() as resources:
             return Supervisor(job, resources, is_remote=job.is_remote).run_checked(fresh=fresh)
     except Unusable as unusable:
-        from pentad.trainer.processes.fresh import run_in_fresh_processes
-
         return run_in_fresh_processes(job, unusable.policy)
 
 
@@ -123,3 +131,72 @@ def run_rank(job: RunJob, rank: Rank, device: torch.device, *, fresh: bool) -> R
         supervisor = Supervisor(job, resources, policy=RestartPolicy(retries=0))
         supervisor.checked = job.check(job.config, device)
         return job.run(calls, job.config, job.notes, fresh, supervisor)
+
+
+RESET_S = 15.0
+"""Time limit for the GPUs to free the memory of this process, in seconds."""
+
+
+def run_in_fresh_processes(job: RunJob, policy: RestartPolicy) -> RunSummary:
+    """Continues a one-process run in a fresh process after a failure that left this one unusable: a
+    CUDA error, or a call that does not return. Starts another one whenever a process becomes
+    unusable. This process forwards signals and waits; a fresh one receives the job and the restart
+    count so far, and returns the summary of the run or raises its error."""
+    check_gpus_free()
+    while True:
+        try:
+            answer = ask_fresh_process(job, policy)
+        except Died as error:
+            if not policy.restarts_after(str(error)):
+                raise
+            continue
+        if isinstance(answer, RunSummary):
+            return answer
+        policy = answer
+
+
+def check_gpus_free() -> None:
+    """Raises if a kernel that never ends keeps this process's GPU memory."""
+    resetting = threading.Thread(target=reset_gpus, daemon=True)
+    resetting.start()
+    resetting.join(RESET_S)
+    if resetting.is_alive():
+        rule = "the GPU does not free the memory of a kernel that never ends"
+        raise RunError(f"{rule}; start the command again, and the run resumes from its checkpoint")
+
+
+def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> RunSummary | RestartPolicy:
+    """Returns the summary, or the restart policy if that process became unusable too."""
+    names: list[str] = []
+    helper = Helper("the process of the run", f"{__name__}:serve_fresh")
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        names.append(signal.Signals(number).name)
+        helper.child.send(number)
+
+    with handling_signals(pass_on):
+        answer = helper.call(job, policy)
+        error = answer.exception()
+        helper.wait()
+    if isinstance(error, Died) and names:
+        raise too_early(names[-1], partial(describe_progress, job.config)) from error
+    found: RunSummary | RestartPolicy = answer.result()
+    return found
+
+
+def serve_fresh(channel: Channel) -> None:
+    """Runs in the fresh process: makes the call on the main thread, which receives the signals."""
+    number, job, policy = channel.receive()
+    channel.answer(number, outcome, job, policy)
+
+
+def outcome(job: RunJob, policy: RestartPolicy) -> RunSummary | RestartPolicy:
+    try:
+        with RunResources() as resources:
+            return Supervisor(job, resources, policy=policy).run_checked(fresh=False)
+    except Unusable as unusable:
+        return unusable.policy
+    except Exception as error:
+        if not isinstance(error, RunError):
+            error.add_note(traceback.format_exc())
+        raise

@@ -3,7 +3,7 @@ next one continues from the newest checkpoint.
 
 One `runtime.restarts` policy counts failures, generations and retired slots. Learners are separate
 processes, or a thread of the scheduler's process; that thread is rebuilt in the process, or by
-`trainer.processes.fresh` if a failure left the process unusable.
+`trainer.processes.ranks` if a failure left the process unusable.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pentad.runtime import rank_host
 from pentad.runtime.awake import awake_s
 from pentad.runtime.calls import RankCalls, RankService
 from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.local_roles import COMMAND, OF_A_RANK, LocalRuntime, environment_of
 from pentad.runtime.rank import Rank
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
@@ -42,7 +43,6 @@ from pentad.runtime.standby import IMPORTED_LATE, StandbyPool
 from pentad.telemetry.log import NOTICE, log_to
 from pentad.telemetry.steps import read_lines, reading_records
 from pentad.trainer.context import RunSummary, noted_end
-from pentad.trainer.learner_client import Carrier
 from pentad.trainer.preflight import kind_of
 from pentad.trainer.processes.membership import Membership, RankGeneration
 from pentad.trainer.processes.resources import Regroup, RunResources
@@ -56,7 +56,7 @@ from pentad.trainer.stopping import stop_early
 log = logging.getLogger(__name__)
 
 MakeService = Callable[[Config, Rank, torch.device], RankService]
-RunFunction = Callable[[Carrier, Config, Sequence[str], bool, "Supervisor"], RunSummary]
+RunFunction = Callable[[LearnerClient, Config, Sequence[str], bool, "Supervisor"], RunSummary]
 """Runs the job with one generation of learners. Arguments: calls, config, notes, whether to start
 from the beginning, and the supervisor."""
 

@@ -27,6 +27,7 @@ from pentad.data.store import GroupStore, MissingGroups, open_store
 from pentad.engine.engine import Engine
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
@@ -34,7 +35,6 @@ from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec
 from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.timeline import timeline
-from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.learners import build_scorer
 from pentad.trainer.rank.update import chunk_slots, column_of, on_host, scored_rows
@@ -102,7 +102,7 @@ def scorer_thread(
     service = ScorerService(config, Rank(), device, role)
     if store.address["kind"] == "memory":
         service.store = store
-    thread = LearnerClient(stack.enter_context(RankCalls(service)), role)
+    thread = stack.enter_context(RankCalls(service, role))
     stack.callback(thread.close, config.stall_abort_s)
     return thread
 
@@ -133,7 +133,6 @@ class ScorerProcesses:
         self.lost_at = 0.0
         """Time of the first loss since the last answer."""
         self.group: RankGroup | None = None
-        self.thread: LearnerClient | None = None
 
     def _specs(self) -> list[RoleSpec]:
         """Returns the specs of a generation's processes, one for each rank."""
@@ -167,11 +166,11 @@ class ScorerProcesses:
         """Makes the call on prepared processes; retries after each loss."""
         while True:
             try:
-                if self.thread is None:
-                    self.group = RankGroup(self.runtime, self._specs(), self.settings)
-                    self.thread = LearnerClient(self.group.__enter__(), self.role)
-                    await prepare(self.thread, self.steps)
-                return None if call is None else await self.thread.call(call[0], **call[1])
+                if self.group is None:
+                    specs = self._specs()
+                    self.group = RankGroup(self.runtime, specs, self.settings, name=self.role)
+                    await prepare(self.group.__enter__(), self.steps)
+                return None if call is None else await self.group.call(call[0], **call[1])
             except Transient as error:
                 self.lost_at = self.lost_at if self.policy.used else time.monotonic()
                 if not self.policy.restarts_after(str(error)):
@@ -182,11 +181,11 @@ class ScorerProcesses:
                 await self.close()
 
     async def close(self) -> None:
-        thread, group, self.thread, self.group = self.thread, self.group, None, None
-        if thread is not None and group is not None:
-            thread.is_given_up = is_busy = thread.since is not None
+        group, self.group = self.group, None
+        if group is not None:
+            group.is_given_up = is_busy = group.since is not None
             error = RunError(f"the {self.role} was still busy at the end") if is_busy else None
-            await asyncio.to_thread(thread.close, self.settings.stall_s)
+            await asyncio.to_thread(group.close, self.settings.stall_s)
             await asyncio.to_thread(group.__exit__, type(error) if error else None, error, None)
 
 

@@ -9,10 +9,10 @@ from functools import partial
 
 from pentad.core.errors import InfraFailure, RunError
 from pentad.core.types import Group
+from pentad.runtime.learner_client import LearnerClient
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.telemetry.record import PhaseTimer
 from pentad.telemetry.timeline import timeline
-from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.update import BatchFacts, chunk_slots
 from pentad.trainer.records import TrainedBatch
@@ -42,10 +42,17 @@ class PublishPump:
     pending: Snapshot | None = None
     is_closed: bool = False
 
-    def submit(self, snapshot: Snapshot) -> None:
-        self.pending = snapshot
-        self.is_probing = self.prober is not None and self.prober.is_due(snapshot.version)
-        self.state.changed.notify()
+    async def submit(self, snapshot: Snapshot, timer: PhaseTimer) -> None:
+        """Publishes the snapshot of a step. Returns at once, or, if roles take turns, when the
+        samplers have the version."""
+        state, version, self.pending = self.state, snapshot.version, snapshot
+        del snapshot  # a whole model
+        with timer.phase("publish"):
+            self.is_probing = self.prober is not None and self.prober.is_due(version)
+            state.changed.notify()
+            if self.placement.takes_turns:
+                await state.changed.until(lambda: state.budget.published >= version)
+            state.changed.notify()
 
     def close(self) -> None:
         """Accepts no more snapshots; a pending one is still published."""
@@ -86,28 +93,6 @@ class PublishPump:
     def _count(self, version: int) -> None:
         self.state.budget.count_published(version)
         self.state.changed.notify()
-
-
-@dataclass(eq=False)
-class SamplerSink:
-    """Sends the weights of every step to the samplers."""
-
-    publish: PublishPump
-    snapshot: Callable[[int], Awaitable[Snapshot]]
-    """Snapshots the learner's weights under a version."""
-
-    async def take(self, version: int) -> Snapshot:
-        return await self.snapshot(version)
-
-    async def hand_on(self, snapshot: Snapshot) -> None:
-        """Publishes the snapshot. Returns at once, or, if roles take turns, when the samplers have
-        the version."""
-        state, version = self.publish.state, snapshot.version
-        self.publish.submit(snapshot)
-        del snapshot  # a whole model
-        if self.publish.placement.takes_turns:
-            await state.changed.until(lambda: state.budget.published >= version)
-        state.changed.notify()
 
 
 @dataclass(eq=False)

@@ -16,7 +16,6 @@ from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.layout import TRAINING, Backend
-from pentad.core.roles import Learner
 from pentad.core.section import chosen
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
@@ -260,8 +259,8 @@ def build_scorer(
 def build_update(
     config: Config,
     algorithm: AlgorithmSettings,
-    learner: Learner,
-    critic: Learner | None,
+    learner: Engine,
+    critic: Engine | None,
     scored_apart: Collection[str],
 ) -> BatchUpdate:
     return BatchUpdate(
@@ -278,7 +277,7 @@ def build_update(
 
 
 def load_tags(
-    learner: Learner, config: Config, needed: Collection[str], step: int, *, keeps_ref: bool
+    learner: Engine, config: Config, needed: Collection[str], step: int, *, keeps_ref: bool
 ) -> None:
     """Loads the frozen weights that the learner needs for scoring and lacks, after `step` steps.
     `keeps_ref`: until now the reference had the actor's initial weights."""

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.core.roles import Learner
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Accumulated, Group, LayerBalance, Loss, Row, Sample, StepResult, Work
+from pentad.engine.engine import Engine
 from pentad.rl.algorithms import build_policy_loss, build_value_loss, make_rows
 from pentad.rl.bounds import Signs
 from pentad.rl.metrics import Metrics
@@ -54,10 +54,10 @@ class BatchUpdate:
 
     def __init__(
         self,
-        learner: Learner,
+        learner: Engine,
         settings: AlgorithmSettings,
         *,
-        critic: Learner | None = None,
+        critic: Engine | None = None,
         scored_apart: Collection[str] = (),
         max_new_tokens: int,
         num_updates: int = 1,

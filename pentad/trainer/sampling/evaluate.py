@@ -15,13 +15,11 @@ from pentad.config.environments import environments
 from pentad.config.rules.model import stop_id_problems
 from pentad.config.schema import Config
 from pentad.core.device import DTYPES, pick_device
-from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.roles import Sampler
 from pentad.core.section import chosen
 from pentad.core.seeds import derive_seed, seed_globals
 from pentad.core.types import Prompt, SamplingParams
-from pentad.data.prompts import Prompts
 from pentad.data.section import DatasetConfig
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
@@ -50,16 +48,6 @@ from pentad.weights.peft import read_adapter
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """The inputs of an evaluation, read and checked."""
-
-    dims: ModelDims
-    tokenizer: Tokenizer
-    stream: Prompts
-    environments: tuple[CheckedEnvironment, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Evaluation:
     """The results of an evaluation with their caveats."""
 
@@ -77,7 +65,7 @@ class Evaluation:
         return {**record, "num_left_out": self.num_left_out, "no_majority": self.no_majority}
 
 
-def check_eval(config: Config) -> Subject:
+def check_eval(config: Config) -> Checked:
     """Reads and checks the inputs; raises one UserError with every problem."""
     checks = Collector()
     path = config.model_folder()
@@ -105,12 +93,12 @@ def check_eval(config: Config) -> Subject:
     checks.raise_all()
     assert dims and tokenizer and workflow and stream, "what failed has raised"
     only = CheckedEnvironment(keys.name, config, workflow, None, stream)
-    return Subject(dims, tokenizer, stream, (only,))
+    return Checked(dims, tokenizer, stream, None, (only,))
 
 
 def run_eval(
     config: Config,
-    subject: Subject,
+    subject: Checked,
     *,
     device: str = "auto",
     on_answered: Callable[[Answered], None] | None = None,
@@ -120,7 +108,7 @@ def run_eval(
 
 async def _evaluate(
     config: Config,
-    subject: Subject,
+    subject: Checked,
     device: torch.device,
     on_answered: Callable[[Answered], None] | None,
 ) -> Evaluation:
@@ -170,7 +158,7 @@ class Scorers:
 
 
 async def open_executors(
-    checked: Checked | Subject,
+    checked: Checked,
     samplers: Mapping[str, Sampler],
     scorers: Scorers,
     stack: AsyncExitStack,
@@ -193,7 +181,7 @@ async def open_executors(
 
 def _executor(
     environment: CheckedEnvironment,
-    checked: Checked | Subject,
+    checked: Checked,
     fleet: Fleet,
     reward: RewardScorer | None,
     trains: bool,
@@ -245,7 +233,7 @@ def adapter_of(config: Config) -> str | None:
     return None if config.actor.lora is None else config.actor.lora.init_path
 
 
-async def _samplers(config: Config, subject: Subject, device: torch.device) -> dict[str, Sampler]:
+async def _samplers(config: Config, subject: Checked, device: torch.device) -> dict[str, Sampler]:
     """Opens the model in this process, or connects to the servers at the given addresses."""
     addresses = config.rollout.server.addresses
     if addresses:

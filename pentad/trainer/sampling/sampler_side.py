@@ -18,11 +18,11 @@ from pentad.core.roles import Sampler
 from pentad.data.file_blobs import make_blobs
 from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.rank import is_one_machine
 from pentad.samplers.replica import Replica
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.sync.weights_dir import WeightsDir, opened, snapshot_of
-from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import Checked, kind_of
 from pentad.trainer.run import Run
 from pentad.trainer.sampling.placement import DeviceTurns, Placement

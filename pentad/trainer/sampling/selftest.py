@@ -26,7 +26,7 @@ from pentad.core.sizes import EIGHT_BIT_CACHES, CacheDtype
 from pentad.core.types import Request, SamplingParams
 from pentad.engine.frozen import BASE
 from pentad.rl.bounds import Bounds, gap_of
-from pentad.trainer.learner_client import LearnerClient
+from pentad.runtime.learner_client import LearnerClient
 
 MAX_APART = 0.5
 """Maximum difference of trainer and sampler with an adapter, relative to the adapter's effect. A

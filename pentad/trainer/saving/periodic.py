@@ -17,7 +17,7 @@ from typing import Any
 from pentad.checkpoint.writer import Pending
 from pentad.core.errors import RunError, Transient, UserError
 from pentad.runtime.awake import awake_s
-from pentad.trainer.learner_client import LearnerClient
+from pentad.runtime.learner_client import LearnerClient
 
 log = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from pentad.checkpoint.tiers import Tiers
 from pentad.checkpoint.writer import failure_in
 from pentad.core.errors import FULL, Problem, RunError, Transient, UserError
 from pentad.data.packing import pack_groups
+from pentad.runtime.learner_client import LearnerClient
 from pentad.telemetry.log import NOTICE
-from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.pumps.state import DataProgress
 from pentad.trainer.saving.periodic import FAILED_S, Periodic
 from pentad.trainer.saving.saver import Saver, rescue

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -128,34 +128,6 @@ class ExampleSource(BatchSource):
         self.run.context.recorder.evaluation({"version": version, **found, "seconds": seconds})
 
 
-def run_examples(
-    service: type[ExampleService],
-    config: Config,
-    notes: Sequence[str] = (),
-    fresh: bool = False,
-    device: str = "auto",
-) -> RunSummary:
-    """Trains on examples; returns the summary of the run."""
-    return run_over_ranks(partial(begin_examples, service), service, config, notes, fresh, device)
-
-
-run_sft = partial(run_examples, SftService)
-"""SFT on prompts with given responses."""
-run_pretrain = partial(run_examples, PretrainService)
-"""Pretraining on a stream of tokens."""
-run_dpo = partial(run_examples, PreferenceService)
-"""Training on preferences: DPO, IPO or KTO."""
-run_reward_model = partial(run_examples, RewardModelService)
-"""Trains a reward model on preferences."""
-ON_EXAMPLES: dict[RunCommand, Callable[..., RunSummary]] = {
-    "sft": run_sft,
-    "pretrain": run_pretrain,
-    "dpo": run_dpo,
-    "reward-model": run_reward_model,
-}
-"""The services of these commands."""
-
-
 def begin_examples(
     service: type[ExampleService], config: Config, device: torch.device
 ) -> ExampleInputs:
@@ -192,3 +164,25 @@ def check_examples(
         tags=service.tags,
         evaluates="valid" in found,
     )
+
+
+def trains(service: type[ExampleService]) -> Callable[..., RunSummary]:
+    """Returns the function that runs this training on examples (`run_over_ranks`)."""
+    return partial(run_over_ranks, partial(begin_examples, service), service)
+
+
+run_sft = trains(SftService)
+"""SFT on prompts with given responses."""
+run_pretrain = trains(PretrainService)
+"""Pretraining on a stream of tokens."""
+run_dpo = trains(PreferenceService)
+"""Training on preferences: DPO, IPO or KTO."""
+run_reward_model = trains(RewardModelService)
+"""Trains a reward model on preferences."""
+ON_EXAMPLES: dict[RunCommand, Callable[..., RunSummary]] = {
+    "sft": run_sft,
+    "pretrain": run_pretrain,
+    "dpo": run_dpo,
+    "reward-model": run_reward_model,
+}
+"""The services of these commands."""

@@ -24,7 +24,6 @@ from pentad.core.sizes import RunSize
 from pentad.core.types import Group, Prompt
 from pentad.data.ledger import PromptFunnel
 from pentad.telemetry.record import PhaseTimer
-from pentad.trainer.context import RunSummary
 from pentad.trainer.preflight import begin_checks
 from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.rank.learners import check_start, roles_of, start_run
@@ -133,12 +132,6 @@ class KeptSource(BatchSource):
         self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
 
-def run_train_only(
-    config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
-) -> RunSummary:
-    return run_over_ranks(begin_train_only, LearnerService, config, notes, fresh, device)
-
-
 def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
     """Checks everything the run reads; raises one UserError with every problem."""
     checks, dims = begin_checks(config, device, "train")
@@ -161,6 +154,9 @@ def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
         roles=roles,
         evaluates=False,
     )
+
+
+run_train_only = partial(run_over_ranks, begin_train_only, LearnerService)
 
 
 def open_groups(config: Config) -> KeptGroups:

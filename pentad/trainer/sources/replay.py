@@ -36,13 +36,13 @@ from pentad.core.types import Group
 from pentad.planner.hub import with_local_models
 from pentad.runtime.calls import RankCalls
 from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank, rank_from_environment
 from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
 from pentad.telemetry.record import plain_json
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.context import place_of
-from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import start_facts
 from pentad.trainer.rank.learners import Role, roles_of
 from pentad.trainer.rank.service import LearnerService
@@ -148,8 +148,8 @@ def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[LearnerClie
     config = plan.config
     world = config.component("actor").world
     if world == 1:
-        with RankCalls(serve_replay(plan.given, Rank(), device)) as calls:
-            yield LearnerClient(calls)
+        with RankCalls(serve_replay(plan.given, Rank(), device)) as learner:
+            yield learner
         return
     raise_problems(rank_problems(config, start_facts(device, "train")))
     with tempfile.TemporaryDirectory(prefix="pentad-replay-") as logs:
@@ -166,7 +166,7 @@ def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[LearnerClie
         )
         settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
         with RankGroup(LocalRuntime(), specs, settings, device) as ranks:
-            yield LearnerClient(ranks)
+            yield ranks
 
 
 def serve_replay(given: Mapping[str, Any], rank: Rank, device: torch.device) -> ReplayService:

@@ -42,11 +42,11 @@ from pentad.trainer.pumps.rollout_pump import RolloutPump, rejection
 from pentad.trainer.pumps.scheduler import Scheduler, Watchdog
 from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
 from pentad.trainer.pumps.state import Budget, RunState
-from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump, SamplerSink
+from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump
 from pentad.trainer.rank.learners import roles_of, start_run
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.records import TrainedBatch
-from pentad.trainer.run import BatchSource, Run, RunInputs, WeightSink
+from pentad.trainer.run import BatchSource, Run, RunInputs
 from pentad.trainer.run_folders import oldest_saved
 from pentad.trainer.sampling.evaluate import Evaluator, Scorers, open_executors
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
@@ -157,7 +157,6 @@ class RolloutInputs(RunInputs):
                 state, run.learner, publish, placement, side.device_turns, num_chunks
             ),
             batches=context.batch_keeper(size),
-            sinks=(SamplerSink(publish, side.snapshot_weights),),
             saves_first=placement.offload_train,  # the learner leaves when samplers wake
         )
 
@@ -177,7 +176,7 @@ def rollout_pump(
         executor,
         placement,
         device_turns,
-        rejection(checked.algorithm),
+        rejection(config.algorithm.settings),
         max_groups=config.rollout.max_concurrent_groups,
         oversampling=oversampling,
     )
@@ -315,7 +314,6 @@ class RolloutSource(BatchSource):
     scheduler: Scheduler
     trainer: BatchTrainer
     batches: BatchKeeper
-    sinks: Sequence[WeightSink]
     saves_first: bool
     num_drawn: float = 0
     """Tokens drawn by the samplers of this process up to the end of the last batch."""
@@ -456,6 +454,13 @@ class RolloutSource(BatchSource):
                 await self.run.learner.call("save_tag", tag="ref")
             else:
                 await self.reference.refresh(version)
+
+    async def take_weights(self, version: int, timer: PhaseTimer) -> Snapshot:
+        with timer.phase("publish"), self.doing(f"the copy of version {version}"):
+            return await self.side.snapshot_weights(version)
+
+    def publish(self, snapshot: Snapshot, timer: PhaseTimer) -> Coroutine[Any, Any, None]:
+        return self.trainer.publish.submit(snapshot, timer)
 
     def keep(self, trained: TrainedBatch) -> None:
         write_trained = partial(self.run.learner.query, "keep_trained")

@@ -251,7 +251,8 @@ def find_weights(folder: Path, name: str | None = None) -> tuple[Path, FolderKin
     kind = kind_of(folder)
     if kind is not None:
         return folder, kind
-    names = sorted(path.name for path in folder.iterdir() if _is_checkpoint(path))
+    found = [path.name for path in folder.iterdir() if path.is_dir()]
+    names = sorted(name for name in found if name == RELEASE or name.startswith("iter_"))
     if not names and (folder / TRACKER).is_file():
         raise UserError(Problem(str(folder), f"has {TRACKER}, but no checkpoint it could name"))
     if not names:
@@ -265,10 +266,6 @@ def find_weights(folder: Path, name: str | None = None) -> tuple[Path, FolderKin
         rule = f"holds neither {INDEX} nor mp_rank folders"
         raise UserError(Problem(str(chosen), rule, "fetch the folder again"))
     return chosen, kind
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and (path.name == RELEASE or path.name.startswith("iter_"))
 
 
 def _choose(folder: Path, names: list[str], name: str | None) -> str:

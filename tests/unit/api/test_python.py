@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 import pentad
-from pentad.api.callables import spec_of
 from pentad.api.here import REWARDS, ScoredHere
-from pentad.api.runs import _Given, apart_from_loop
+from pentad.api.runs import _Given, apart_from_loop, spec_of
 from pentad.config.load import load_config
 from pentad.core.errors import RunError, UserError
 from pentad.core.specs import load

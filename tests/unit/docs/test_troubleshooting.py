@@ -31,11 +31,11 @@ from pentad.planner.prepare import prepare
 from pentad.rewards.functions import check_columns, read_signature
 from pentad.rl.health import WINDOW, find_alarms
 from pentad.rl.losses import SftLoss
+from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.rank import name_rank
 from pentad.runtime.report import describe_exit, describe_hang
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
-from pentad.trainer.learner_client import LearnerClient
 from pentad.trainer.preflight import check_train
 from pentad.trainer.processes.resources import RunResources
 from pentad.trainer.processes.supervisor import RunJob, Supervisor
@@ -252,11 +252,11 @@ async def selftest(shift, shift_alone):
         async def generate(self, request):
             return [Generation([1], [0.0], [0], "stop") for _ in request.seeds]
 
-    def call(method, rows):
+    def call(self, method, rows):
         moved = shift + (shift_alone if len(rows) == 1 else 0.0)
         return [[moved] * len(row) for row in rows]
 
-    learner = LearnerClient(SimpleNamespace(call=call))
+    learner = type("Shifted", (LearnerClient,), {"call_all": call, "query": call, "check": call})()
     how = {"temperature": 1.0, "weights_digest": "", "tolerance": FLOAT32, "seed": 1}
     try:
         await run_selftest(learner, [Fixed()], [(1, 2)], **how)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,10 @@ from pentad.core.roles import Installed
 from pentad.data.ledger import Ledger
 from pentad.data.store import MemoryStore
 from pentad.ops.digest import digest_of
+from pentad.runtime import learner_client
+from pentad.runtime.learner_client import LearnerClient
 from pentad.sync.publisher import Publisher, take_snapshot
-from pentad.trainer import learner_client
-from pentad.trainer.learner_client import LearnerClient
+from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.pumps.train_pump import PublishPump
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
@@ -128,8 +130,9 @@ def test_what_was_published_is_let_go_of_before_the_next_comes():
         running = asyncio.create_task(pump.run())
         sent = weights()
         alive = [weakref.ref(tensor) for _, tensor in sent]
-        pump.submit(take_snapshot(1, sent, copy=False))
+        taken = [take_snapshot(1, sent, copy=False)]
         del sent
+        await pump.submit(taken.pop(), PhaseTimer())
         await state.changed.until(lambda: state.budget.published >= 1)
         await asyncio.sleep(0)
         gc.collect()
@@ -159,10 +162,10 @@ def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies
         state = RunState(Ledger(1), MemoryStore(), Budget(1, max_staleness=1, num_batches=9))
         placement = Placement(is_shared=False, max_staleness=1)
         publisher, device_turns = Publisher([Receiver(spoil)]), DeviceTurns(placement, [])
-        learner = LearnerClient(SimpleNamespace(check=check, is_remote=True))
-        find = learner.find_cause
+        learner = SimpleNamespace(check=check, is_remote=True)
+        find = partial(LearnerClient.find_cause, learner)
         pump = PublishPump(state, publisher, None, placement, device_turns, find_cause=find)
-        pump.submit(take_snapshot(1, weights(), copy=False))
+        await pump.submit(take_snapshot(1, weights(), copy=False), PhaseTimer())
         await pump.run()
 
     with pytest.raises(RunError, match="ended by signal 9" if dies else "invalid resource"):

@@ -13,8 +13,8 @@ from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.core.errors import Crashed, Interrupted, RunError, Transient, UserError
 from pentad.runtime.restarts import RestartPolicy, is_restart
-from pentad.trainer.processes import fresh, supervisor
-from pentad.trainer.processes.fresh import run_in_fresh_processes
+from pentad.trainer.processes import ranks, supervisor
+from pentad.trainer.processes.ranks import run_in_fresh_processes
 from pentad.trainer.processes.resources import RunResources
 from pentad.trainer.processes.supervisor import RunJob, Supervisor, Unusable
 from pentad.trainer.run import RunSummary
@@ -220,8 +220,8 @@ def test_a_fresh_process_runs_on_and_its_end_is_that_of_the_run(config, run):
 
 def test_a_kernel_that_does_not_end_ends_the_run_in_words(config, monkeypatch):
     end = threading.Event()
-    monkeypatch.setattr(fresh, "reset_gpus", end.wait)
-    monkeypatch.setattr(fresh, "RESET_S", 0.05)
+    monkeypatch.setattr(ranks, "reset_gpus", end.wait)
+    monkeypatch.setattr(ranks, "RESET_S", 0.05)
     with pytest.raises(RunError, match="start the command again, and the run resumes from its"):
         run_in_fresh_processes(RunJob(fail, Service, check, config), RestartPolicy(retries=3))
     end.set()

@@ -7,8 +7,7 @@ import pytest
 from pentad.telemetry.record import scalars
 from pentad.telemetry.steps import supersede
 from pentad.view import lines, samples, steps
-from pentad.view.compare import differing_keys, first_parting
-from pentad.view.export import field_meanings
+from pentad.view.app import differing_keys, field_meanings, first_parting
 from pentad.view.lines import GrowingLines
 from pentad.view.run import RunView, find_runs
 from pentad.view.samples import SampleFilter, SampleIndex

@@ -1,22 +1,22 @@
 """The scheduler's client of a learner or a scorer: ordered calls on all its ranks, and queries to
 its rank 0.
 
-It hides the transport: a plain call if rank 0 is this process, which torchrun's rank 0 broadcasts
-to the others (`runtime.calls`), or connections to processes (`runtime.group_calls`).
+Two classes transport the calls: `runtime.calls.RankCalls` if rank 0 is this process (torchrun's
+rank 0 broadcasts them to the others), and `runtime.group_calls.RankGroup` by connections to
+processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from pentad.runtime.awake import awake_s
-from pentad.runtime.calls import RankCalls
-from pentad.runtime.group_calls import RankGroup
 
 T = TypeVar("T")
 
@@ -24,38 +24,48 @@ CAUSE_S, LOOK_S = 5.0, 0.1
 """Seconds to wait for the cause of a follow-up failure, and the interval of the checks."""
 
 
-Carrier = RankCalls | RankGroup
-"""Both carriers have the same methods and state, which the client exposes."""
-
-
-class LearnerClient:
+class LearnerClient(ABC):
     """Calls of an event loop run on a daemon thread: a call that never returns must not keep the
     program from exiting."""
 
-    def __init__(self, carrier: Carrier, name: str = "learner") -> None:
-        self.carrier = carrier
+    is_remote: bool
+    """Whether rank 0 is another process."""
+    is_alone: bool
+    """Whether the learner is one rank in this process, which no other process monitors."""
+    service: Any
+    """The service of rank 0 if it is this process; else None."""
+    device: Any
+    """The learner's device."""
+    straggler: int | None
+    """The rank that the others wait for, if known."""
+
+    def __init__(self, name: str = "learner") -> None:
         self.name = name
         self.is_stopping: Callable[[], bool] = bool
         """Set by the run: returns whether the run is being stopped."""
-        carrier.is_stopping = lambda: self.is_stopping()
+        self.is_broken = False
+        """Whether a failed call makes further calls impossible."""
         self.queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.since: float | None = None
         """Time at which the call in progress began."""
         self.is_given_up = False
         """Set by a caller that no longer waits for the call in progress."""
-        self.thread: threading.Thread | None = None
+        self.caller: threading.Thread | None = None
         """Started by the first call from an event loop."""
 
-    # Calls
-
+    @abstractmethod
     def call_all(self, method: str, **arguments: Any) -> Any:
-        """Calls a method on all ranks of the learner; JSON in, JSON out. Waits for the answer of
-        rank 0."""
-        return self.carrier.call(method, **arguments)
+        """Calls a method on all ranks, one call at a time, from any thread; JSON in, JSON out.
+        Returns the answer of rank 0."""
 
+    @abstractmethod
     def query(self, method: str, **arguments: Any) -> Any:
-        """Calls rank 0 only; allowed at any time."""
-        return self.carrier.ask(method, **arguments)
+        """Calls rank 0 only, also during a call: for methods without communication between ranks
+        and without device work."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises the failure that ended the learner between calls, if there is one."""
 
     async def call(self, method: str, **arguments: Any) -> Any:
         """`call_all` from an event loop, on the client's thread."""
@@ -63,9 +73,9 @@ class LearnerClient:
 
     async def run(self, function: Callable[[], T]) -> T:
         """Runs a function that makes several calls, or must not run beside a call."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._work, name=self.name, daemon=True)
-            self.thread.start()
+        if self.caller is None:
+            self.caller = threading.Thread(target=self._work, name=self.name, daemon=True)
+            self.caller.start()
         future: Future[T] = Future()
         self.queue.put((function, future))
         return await asyncio.wrap_future(future)
@@ -84,55 +94,19 @@ class LearnerClient:
 
     def close(self, limit_s: float) -> None:
         """Waits for the call in progress, until that call has taken `limit_s` in total."""
-        if self.thread is None:
+        if self.caller is None:
             return
         self.queue.put(None)
         since = awake_s() if self.since is None else self.since
-        while not self.is_given_up and self.thread.is_alive():
+        while not self.is_given_up and self.caller.is_alive():
             if awake_s() > since + limit_s:
                 self.is_given_up = True
-            self.thread.join(0.05)
-
-    # State
-
-    @property
-    def device(self) -> Any:
-        """The learner's device."""
-        return self.carrier.device
-
-    @property
-    def service(self) -> Any:
-        """The service of rank 0 if it is this process; else None."""
-        return self.carrier.service
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether rank 0 is another process."""
-        return self.carrier.is_remote
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the learner is one rank in this process, which no other process monitors."""
-        return self.carrier.is_alone
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a failed call makes further calls impossible."""
-        return self.carrier.is_broken
+            self.caller.join(0.05)
 
     @property
     def is_gone(self) -> bool:
         """Whether no rank can answer any more."""
         return self.is_broken and self.is_remote
-
-    @property
-    def straggler(self) -> int | None:
-        """The rank that the others wait for, if known."""
-        return self.carrier.straggler
-
-    def check(self) -> None:
-        """Raises the failure that ended the learner between calls, if there is one."""
-        self.carrier.check()
 
     async def find_cause(self) -> None:
         """Raises the failure that ended the learner, if it becomes known within CAUSE_S. Called
