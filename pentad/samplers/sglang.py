@@ -2,7 +2,8 @@
 
 Written for the request schema of SGLang 0.5.23, tested with a stand-in that validates it, and run
 on 0.5.17. SGLang acknowledges an update without a digest, so a receipt has the digest of the sent
-weights; its tensors are compared at the start, at every n-th update and after each delta.
+weights; its tensors are compared at the start, at every n-th update and after each delta. Factors
+of an adapter are installed by the plugin `sglang_worker`, and compared each time.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
@@ -62,14 +61,14 @@ from pentad.samplers.weight_proof import (
     sglang_checksum,
 )
 from pentad.sync.deltas import size_of
-from pentad.sync.group import PROTOCOL, BroadcastGroup, send_all, weight_group
+from pentad.sync.group import PROTOCOL, BroadcastGroup, send_all
 from pentad.sync.transport import (
-    JOIN_TIMEOUT_S,
     file_for,
     in_buckets,
     own_host,
     packed,
     together,
+    update_group,
 )
 
 log = logging.getLogger(__name__)
@@ -398,16 +397,6 @@ def sampling_params(call: Call) -> dict[str, Any]:
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }
-
-
-def update_group(host: str, port: int, world: int, backend: str, name: str) -> BroadcastGroup:
-    """Joins, as rank 0, the group whose other ranks SGLang makes with torch's helper: uses the
-    store keys that the helper derives from the group's name and device."""
-    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
-    store: dist.Store = dist.TCPStore(host, port, world, True, timeout, wait_for_workers=False)
-    for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
-        store = dist.PrefixStore(prefix, store)
-    return weight_group(store, 0, world, backend, timeout)
 
 
 # Starting and attaching.

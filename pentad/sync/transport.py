@@ -191,7 +191,17 @@ class CudaIpc(Transport):
         return await ask("pentad_open", json.dumps(handles))
 
 
-# For SGLang, which reads pickles.
+# For SGLang, which has its own groups and reads pickles.
+
+
+def update_group(host: str, port: int, world: int, backend: str, name: str) -> BroadcastGroup:
+    """Joins, as rank 0, the group whose other ranks SGLang makes with torch's helper: uses the
+    store keys that the helper derives from the group's name and device."""
+    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+    store: dist.Store = dist.TCPStore(host, port, world, True, timeout, wait_for_workers=False)
+    for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
+        store = dist.PrefixStore(prefix, store)
+    return weight_group(store, 0, world, backend, timeout)
 
 
 def in_buckets(weights: TensorPairs, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

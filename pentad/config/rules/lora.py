@@ -122,8 +122,8 @@ def samplers_of_adapters(config: Config, facts: RunFacts) -> Iterator[Problem]:
     if config.actor.lora is None or rollout is None or not facts.samples(config):
         return
     if rollout.backend == "sglang" and rollout.size("t") * rollout.size("p") > 1:
-        rule = "the factors of an SGLang on several GPUs are shards, which cannot be verified"
-        remedy = "use t1p1 for it, or sample with vllm"
+        rule = "an SGLang on several GPUs holds shards, which cannot be verified under actor.lora"
+        remedy = "give it one GPU (t1p1), or sample with vllm"
         yield Problem(f"allocation_mode = {config.allocation_mode}", rule, remedy)
     if config.only is not None:
         rule = "is not supported with actor.lora"
