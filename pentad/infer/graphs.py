@@ -1,4 +1,5 @@
-"""Decoding on a GPU: one token for each row, as one captured graph per padded batch size.
+"""Decoding on a GPU: one token for each row, as one captured graph per padded batch size, or two: a
+second one for steps in which rows read shared places together.
 
 All inputs of a step are copied in one pinned buffer, the block table in a second, ids and log-probs
 in a third: one synchronisation per step. Buffers keep their addresses, so a captured graph is valid
