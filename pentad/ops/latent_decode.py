@@ -48,7 +48,8 @@ def decode(
     """Calls `latent_decode` or `paged_decode`, depending on the contents of the pages."""
     if not pages.is_latent:
         table = (blocks, width, lengths_S)
-        return paged_decode.paged_decode(q_SHd, pages, *table, window, sinks, cap, shared=shared)
+        beside = (window, sinks, cap)
+        return paged_decode.paged_decode(q_SHd, pages, *table, *beside, shared=shared)
     assert window is None and sinks is None, "no family has latents with a window or sinks"
     assert cap is None, "no family has latents with limited scores"
     return latent_decode(q_SHd, pages, blocks, width, lengths_S)

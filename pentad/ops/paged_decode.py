@@ -98,13 +98,13 @@ def paged_decode(
     out_SHd = torch.empty_like(q_SHd)
     group = num_heads // num_kv_heads
     table = (blocks, width, lengths_S, q_SHd if sinks is None else sinks)
-    if window is not None or sinks is not None or cap is not None:
+    if window is not None or sinks is not None:
         shared = None
     splits = num_splits(num_seqs * num_kv_heads)
     before = 0 if shared is None else num_splits(expected_tiles(num_seqs) * num_kv_heads)
     parts = make_parts(out_SHd, before + splits)
-    limits = (window, cap, sinks is not None)
-    launch = partial(_launch, q_SHd, pages, (out_SHd, *parts), table, limits)
+    limits = (window, sinks is not None, cap)
+    launch = partial(_launch, q_SHd, pages, (out_SHd, *parts), table, *limits)
     tile = tile_of(pages, q_SHd)
     if shared is None:
         launch(None, WHOLE, num_seqs, group, (0, splits), tile)
@@ -122,7 +122,9 @@ def _launch(
     pages: Pages,
     results: tuple[Tensor, ...],
     table: tuple[Tensor, ...],
-    limits: tuple[int | None, float | None, bool],
+    window: int | None,
+    has_sinks: bool,
+    cap: float | None,
     shared: SharedRows | None,
     phase: tl.constexpr,
     num_tiles: int,
@@ -131,7 +133,6 @@ def _launch(
     tile: dict[str, object],
 ) -> None:
     """Launches one phase: one program per row, or tile of rows, key-value head and split."""
-    window, cap, has_sinks = limits
     num_heads, head_dim = q_SHd.shape[1:]
     block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
     k_BbKd, v_BbKd, is_small = pages.k_BbKd, pages.v_BbKd, pages.largest is not None

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.ops.pages import Pages
+from pentad.ops.sinks import limited
 
 TILE = {"places": 64, "warps": 4, "stages": 2}
 FLOAT32_TILE = {"places": 16, "warps": 4, "stages": 1}
@@ -57,7 +58,12 @@ def prefix_tile(dtype: torch.dtype) -> dict[str, object]:
 
 
 def reference_shared_decode(
-    q_SHd: Tensor, pages: Pages, blocks_SB: Tensor, lengths_S: Tensor, shared: SharedRows
+    q_SHd: Tensor,
+    pages: Pages,
+    blocks_SB: Tensor,
+    lengths_S: Tensor,
+    shared: SharedRows,
+    cap: float | None = None,
 ) -> Tensor:
     """Reference implementation: a loop over tiles, then over sequences."""
     block_size, num_kv_heads = pages.k_BbKd.shape[1:3]
@@ -71,7 +77,7 @@ def reference_shared_decode(
         """Adds places of the first of these rows to the state of all of them."""
         blocks = blocks_SB[rows.start, : -(-end // block_size)].long()
         k_PKd, v_PKd = (x.flatten(0, 1)[begin:end] for x in pages.read(blocks, torch.float32))
-        scores = torch.einsum("skgd,pkd->skgp", q_SKGd[rows], k_PKd.float())
+        scores = limited(torch.einsum("skgd,pkd->skgp", q_SKGd[rows], k_PKd.float()), cap)
         new_top = torch.maximum(top[rows], scores.amax(-1))
         shrink, weights = (top[rows] - new_top).exp(), (scores - new_top[..., None]).exp()
         values = torch.einsum("skgp,pkd->skgd", weights, v_PKd.float())
