@@ -73,6 +73,8 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=has_te,
+        # Otherwise a first microbatch would replace the gradients of a step's earlier calls.
+        disable_parameter_transpose_cache=has_te,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
