@@ -39,7 +39,7 @@ def transformer_config(
     device: str,
 ) -> TransformerConfig:
     """Builds the TransformerConfig of a model and its layout. Attention is Pentad's, dropout is 0,
-    and options for fused kernels are off without Transformer Engine."""
+    and options for fused kernels are off, but for those of experts in Transformer Engine."""
     args, model = model_args(dims), settings.model
     has_te = uses_transformer_engine(settings.transformer_impl, device)
     dtype = DTYPES[model.dtype]
@@ -72,7 +72,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=has_te,
+        bias_activation_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

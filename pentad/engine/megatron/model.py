@@ -132,10 +132,6 @@ def build_gpt(
         position_embedding_type="none",
         vp_stage=chunk,
     )
-    for module in gpt.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            # Of Transformer Engine's layers only: the output layer would need Apex for it.
-            module.fuse_wgrad_accumulation = True
     for name, parameter in gpt.named_parameters():
         if ".experts." in name:
             # Without expert parallelism Megatron would reduce their gradients over the ranks of
