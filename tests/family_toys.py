@@ -94,6 +94,7 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 2,
     },
     "exaone4": {"sliding_window": 7, "layer_types": LAYER_TYPES},
+    "gemma": {"tie_word_embeddings": True},
     "gemma2": {
         "sliding_window": 7,
         "query_pre_attn_scalar": 5,
@@ -132,6 +133,7 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     # No biases: no gradient reaches that of a key's unturned half, and Adam would follow noise.
+    "glm": {"attention_bias": False, "partial_rotary_factor": 0.5},
     "glm4": {"attention_bias": False, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": {
         **LATENT,

@@ -75,9 +75,9 @@ CONFIGS = OWN | {
     "six": SIX,
     "biased": BIASED,
     "shared": SHARED,
-    "glm": GLM,
+    "glm_moe": GLM,
 }
-ROUTED = ("moe", "six", "glm", "gpt_oss", "gemma4_text")
+ROUTED = ("moe", "six", "glm_moe", "gpt_oss", "gemma4_text")
 LOSSES = {"token": PolicyLoss(0.3), "sequence": SequenceLoss(), "value": ValueLoss()}
 
 

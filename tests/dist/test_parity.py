@@ -318,10 +318,14 @@ CORNERS = {
     ),
     "all tokens to one expert group": ("moe", Layout(cp=2, tp=2, ep=2, etp=2), {"crowd": True}),
     "a shared expert, cut by all axes": ("shared", Layout(cp=2, tp=2, ep=2, etp=2), {}),
-    "a selection bias, heads turned in part": ("glm", Layout(dp_shard=2, tp=2, ep=2), {}),
-    "a selection bias over all axes": ("glm", Layout(cp=2, tp=2, ep=2, etp=2), {"ac_mode": "full"}),
+    "a selection bias, heads turned in part": ("glm_moe", Layout(dp_shard=2, tp=2, ep=2), {}),
+    "a selection bias over all axes": (
+        "glm_moe",
+        Layout(cp=2, tp=2, ep=2, etp=2),
+        {"ac_mode": "full"},
+    ),
     "a selection bias, parameters on the host": (
-        "glm",
+        "glm_moe",
         Layout(dp_shard=2),
         {"offload_params": True},
     ),
@@ -425,7 +429,7 @@ ROUNDED = [
     ("moe", Layout(dp_shard=5, ep=5)),
     ("moe", Layout(dp_shard=3, tp=2, ep=3, etp=2)),
     ("moe", Layout(dp_shard=2, cp=2, tp=2, ep=2, etp=2)),
-    ("glm", Layout(dp_shard=2, tp=2, ep=4)),
+    ("glm_moe", Layout(dp_shard=2, tp=2, ep=4)),
     ("ernie4_5_moe", Layout(dp_shard=2, ep=2)),  # its routers stay in float32
 ]
 ROUNDED_REST = [ROUNDED[1], ROUNDED[3], ROUNDED[5], ROUNDED[7]]

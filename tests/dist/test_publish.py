@@ -19,7 +19,7 @@ CASES = [
     ("parity", "moe", Layout(dp_shard=3, ep=3), "shm", {"dtype": "bfloat16"}),
     ("parity", "dense", Layout(dp_shard=2, cp=2), "file", {}),
     ("parity", "moe", Layout(dp_shard=2, tp=2, ep=2), "shm", {"dtype": "bfloat16"}),
-    ("parity", "glm", Layout(pp=2, dp_shard=2, ep=2), "shm", {"pp_schedule": "1F1B"}),
+    ("parity", "glm_moe", Layout(pp=2, dp_shard=2, ep=2), "shm", {"pp_schedule": "1F1B"}),
     ("hf", "qwen3", Layout(dp_shard=2, tp=2), "shm", {"dtype": "bfloat16"}),
     ("parity", "six", Layout(dp_shard=4, ep=4), "file", {"dtype": "bfloat16"}),
     ("parity", "moe", Layout(dp_shard=5, ep=5), "shm", {}),

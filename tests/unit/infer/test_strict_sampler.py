@@ -70,7 +70,7 @@ GLM = DENSE | {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
-MODELS = {"dense": DENSE, "mixture": MIXTURE, "shared": SHARED, "odd": ODD, "glm": GLM}
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "shared": SHARED, "odd": ODD, "glm_moe": GLM}
 STRICT_FAMILIES = [name for name in FAMILY_CONFIGS if name not in LAX_FAMILIES]
 MODELS |= {name: FAMILY_CONFIGS[name] for name in STRICT_FAMILIES}
 
@@ -125,7 +125,11 @@ CASES = {
     ("model", "case"),
     [
         *((model, case) for model in ("dense", "mixture") for case in CASES),
-        *((model, case) for model in ("shared", "odd", "glm") for case in ("chunked", "preempted")),
+        *(
+            (model, case)
+            for model in ("shared", "odd", "glm_moe")
+            for case in ("chunked", "preempted")
+        ),
         *table([(model, "chunked") for model in STRICT_FAMILIES], FAMILIES_REST),
     ],
 )

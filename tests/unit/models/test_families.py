@@ -87,6 +87,9 @@ def test_parameters_are_counted_as_they_are_built(family):
 def test_released_models_have_their_published_sizes():
     billions = {
         "SmolLM3-3B": 3.08,
+        "gemma-2b": 2.51,
+        "gemma-7b-it": 8.54,
+        "glm-4-9b-chat-hf": 9.40,
         "gemma-2-2b": 2.61,
         "gemma-2-9b-it": 9.24,
         "gemma-2-27b": 27.2,
@@ -116,7 +119,7 @@ def test_every_family_names_the_classes_of_its_folders():
     assert all(all(spec_of(family).classes) for family in known_families())
 
 
-@pytest.mark.parametrize("family", ["phi3", "glm4"])
+@pytest.mark.parametrize("family", ["phi3", "glm", "glm4"])
 def test_adapters_on_tensors_that_files_share_are_refused(family):
     dims = dims_of(FAMILY_CONFIGS[family])
     with pytest.raises(UserError, match=f"{family} holds .*gate, up in shared tensors.*name some"):

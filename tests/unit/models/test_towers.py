@@ -197,7 +197,7 @@ def test_embeddings_are_tied_as_transformers_ties_them(kind):
             {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1]}},
             r"rope_parameters.mrope_section = \[1, 1, 1\]: must sum to 4",
         ),
-        ("llava", {"model_type": "gemma"}, "model_type = gemma: no such model family"),
+        ("llava", {"model_type": "helium"}, "model_type = helium: no such model family"),
     ],
 )
 def test_what_the_family_lacks_is_rejected_by_name(kind, text, words):
