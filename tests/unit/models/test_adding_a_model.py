@@ -2,12 +2,14 @@
 
 import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from closeness import assert_close
+from tables import table
 
 from pentad.core.errors import UserError
 from pentad.models import families
@@ -15,7 +17,7 @@ from pentad.models.decoder import causal_attend
 from pentad.models.registry import load_model
 from pentad_tools.models.model_commands import run_new_model
 from pentad_tools.models.skeleton import draft
-from pentad_tools.models.verify import verify
+from pentad_tools.models.verify import subject_of, verify, verify_subject
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "adding-a-model.md").read_text() + (DOCS / "model-families.md").read_text()
@@ -151,11 +153,15 @@ def test_without_the_file_the_folder_is_refused(folder):
         load_model(folder)
 
 
+@pytest.mark.parametrize("variant", table(["untied", "yarn rope", "all"], ["all"]))
 @pytest.mark.parametrize("family", ["qwen3_moe", "mistral"])
-def test_drafts_of_plain_families_pass_at_once(folder, family):
+def test_drafts_of_plain_families_pass_at_once(folder, family, variant):
     config = transformers.AutoConfig.for_model(family).to_dict()
     (folder / "drafted.py").write_text(draft(config))
-    report = verify("drafted.py")
+    subject = subject_of("drafted.py")
+    chosen = {name: keys for name, keys in subject.configs.items() if variant in (name, "all")}
+    report = verify_subject(replace(subject, configs=chosen))
+    assert chosen and report.outcomes
     assert report.passed, [outcome for outcome in report.outcomes if not outcome.passed]
 
 
