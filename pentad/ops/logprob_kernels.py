@@ -15,9 +15,6 @@ from torch import Tensor
 
 BLOCK = 4096
 NUM_WARPS = 8
-# One number per token is read through these pointers, whose alignment depends on the number of
-# tokens: specialised, the kernels would be compiled again in the middle of a run.
-PER_TOKEN = ["column_ptr", "lse_ptr", "entropy_ptr", "glp_ptr", "gent_ptr"]
 
 
 def reduce_logits(
@@ -73,7 +70,7 @@ def logit_gradient(
     return out_CV
 
 
-@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["column_ptr", "out_ptr"])
+@triton.jit
 def _reduce(
     logits_ptr: tl.tensor,
     column_ptr: tl.tensor,
@@ -115,7 +112,7 @@ def _reduce(
     tl.store(out_ptr + 3 * stride, label)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_TOKEN)
+@triton.jit
 def _gradient(
     logits_ptr: tl.tensor,
     column_ptr: tl.tensor,

@@ -147,27 +147,3 @@ def test_kept_logits_save_the_time_of_a_product_and_take_their_bytes():
     all_logits = 4 * num_tokens * vocab
     assert all_logits < peak[True] < all_logits + (3 << 30)
     assert peak[False] < 4 << 30
-
-
-@pytest.mark.gpu
-def test_the_number_of_tokens_compiles_no_further_kernel():
-    """It decides the alignment of what a chunk reads, and the distance of its four results."""
-    if DEVICE != "cuda":
-        pytest.skip("needs a GPU")
-
-    def num_compiled() -> list[int]:
-        kernels = logprob_kernels._reduce, logprob_kernels._gradient
-        return [sum(len(cache[0]) for cache in one.device_caches.values()) for one in kernels]
-
-    weight = torch.randn(5000, 32, device="cuda", dtype=torch.bfloat16)
-    found = []
-    for num_tokens in (64, 65, 66, 80, 1, 97):
-        hidden = torch.randn(num_tokens, 32, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        labels = torch.randint(0, 5000, (num_tokens,), device="cuda")
-        # Chunks of 16 tokens, so that later ones begin anywhere.
-        logprobs, _ = logprob.token_logprobs(
-            hidden, weight, labels, temperature=1.0, chunk_bytes=16 * 5000 * 4 * 3
-        )
-        logprobs.sum().backward()
-        found.append(num_compiled())
-    assert found[-1] == found[0]
