@@ -30,7 +30,6 @@ import torch
 from pentad.planner.prepare import prepare
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.run import Run
-from pentad.trainer.sources import rollouts
 from pentad.trainer.sources.rollouts import run_train
 from pentad_tools.bench.bench_rl import NUM_WARM, cpu_cases, gpu_cases, write_recipe
 
@@ -245,13 +244,10 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--most", type=int, default=40)
     parser.add_argument("--switch-ms", type=float, help="Python's thread switch interval")
-    parser.add_argument("--record-at-once", action="store_true", help="beside the first pass")
     parser.add_argument("extra", nargs="*")
     given = parser.parse_args()
     if given.switch_ms:
         sys.setswitchinterval(given.switch_ms / 1e3)
-    if given.record_at_once:
-        rollouts.FIRST_PASS_S = 0.0
     cases = cpu_cases() if given.cpu else gpu_cases()
     case = next(case for case in cases if given.model in case.name)
     watch = Watch(given.steps, not given.cpu)

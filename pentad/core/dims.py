@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -442,6 +443,13 @@ class ModelDims:
             total += width * (self.num_experts + experts) + part.shared_expert
         return total + 3 * width * self.intermediate_size * bool(part.dense_ffn)
 
+    @cached_property
+    def _cores(self) -> Counter[tuple[int | None, int]]:
+        """Number of layers by window and width (of queries plus outputs) of their attention."""
+        layers = [layer for layer in range(self.num_layers) if not self.is_linear(layer)]
+        widths = [self.of_layer(n).q_dim + self.of_layer(n).o_dim for n in layers]
+        return Counter(zip(map(self.window, layers), widths, strict=True))
+
     def attention_flops(self, seq_len: int, *, causal: bool = True) -> float:
         """Training FLOPs of all attention cores over one sequence of `seq_len` tokens.
 
@@ -451,13 +459,10 @@ class ModelDims:
         state twice and writes it once per token: 18 * key width * value width per head.
         """
         total = 0.0
-        for layer in range(self.num_layers):
-            if self.is_linear(layer):
-                continue
-            seen = min(self.window(layer) or seq_len, seq_len)
+        for (window, width), num in self._cores.items():
+            seen = min(window or seq_len, seq_len)
             full, corner = seq_len * seen, seen * (seen - 1) // 2
-            own = self.of_layer(layer)
-            total += 6.0 * (own.q_dim + own.o_dim) * (full - corner if causal else full)
+            total += num * 6.0 * width * (full - corner if causal else full)
         states = self.num_linear_layers * self.linear_v_dim * self.linear_key_dim
         return total + 18.0 * states * seq_len
 

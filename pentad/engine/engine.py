@@ -292,15 +292,10 @@ class Engine:
         if self.optimizer is None:
             raise RunError("this engine only scores: its settings have no optimizer")
         self.tags.require_actor("a step")
-        self.drop_step()
-        self.step = OpenStep(self.optimizer)
-
-    def drop_step(self) -> None:
-        """Discards an unfinished step with its gradient, if there is one."""
         self._drop_gradients()
         self.passes.loads.reset()
         self.meter.reset()
-        self.step = None
+        self.step = OpenStep(self.optimizer)
 
     def _drop_gradients(self) -> None:
         self.passes.give_up()

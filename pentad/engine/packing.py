@@ -41,9 +41,13 @@ class RowBundle:
     shared: int = 0
 
     def num_tokens(self, lengths: Sequence[int]) -> int:
+        if len(self.rows) == 1:
+            return lengths[self.rows[0]]
         return sum(lengths[row] for row in self.rows) - self.num_saved
 
     def cost(self, lengths: Sequence[int], cost: Callable[[int], float]) -> float:
+        if len(self.rows) == 1:
+            return cost(lengths[self.rows[0]])
         saved = cost(self.shared) * (len(self.rows) - 1) if self.shared else 0.0
         return sum(cost(lengths[row]) for row in self.rows) - saved
 

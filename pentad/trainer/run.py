@@ -127,9 +127,6 @@ class BatchSource(ABC):
         # Learners in other processes are monitored by their rank group.
         await Scheduler(run.stop.request, watch if run.learner.is_alone else None).run(steps)
 
-    async def before_record(self, trained: TrainedBatch) -> None:  # noqa: B027
-        """Called before a step is saved and recorded."""
-
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Names the work in progress while active, for the report of a stalled run."""
         return nullcontext()
@@ -310,7 +307,6 @@ class Run:
     async def _save(self, source: BatchSource, trained: TrainedBatch, sentence: str) -> None:
         step = trained.batch + 1
         with source.doing(f"saving and recording step {step}"):
-            await source.before_record(trained)
             await self.learner.run(lambda: self.save_and_record(source, trained))
         if sentence:
             raise RunError(f"step {step}: {sentence}")

@@ -212,9 +212,6 @@ class SimulatedSource:
     async def after_update(self, trained: TrainedBatch) -> None:
         pass
 
-    async def before_record(self, trained: TrainedBatch) -> None:
-        pass
-
 
 class SimulatedRun(Run):
     """The steps of a run, without folders and checkpoints."""

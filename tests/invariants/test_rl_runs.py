@@ -15,8 +15,7 @@ from pentad.telemetry.steps import read_lines
 from pentad.trainer.rank import service
 from pentad.trainer.rank.learners import build_learner
 from pentad.trainer.saving.batches import read_batch, read_trained
-from pentad.trainer.sources import rollouts
-from pentad.trainer.sources.rollouts import RolloutSource, run_train
+from pentad.trainer.sources.rollouts import run_train
 
 
 def weights_of(summary):
@@ -39,22 +38,6 @@ def test_one_seed_gives_one_run(lab, task):
     assert_same_weights(one, other)
     third = lab.train(valid, "evaluator.freq_steps=2", "seed=2")
     assert values_of(third) != values_of(one)
-
-
-def test_a_record_waits_for_the_first_pass_of_the_next_batch_and_no_longer(lab, monkeypatch):
-    """Here it would wait ten minutes for a pass that does not come, as after the last step."""
-    plain = lab.train()
-    monkeypatch.setattr(rollouts, "FIRST_PASS_S", 600.0)
-    waits, before_record = [], RolloutSource.before_record
-
-    async def noted(self, trained):
-        await before_record(self, trained)
-        waits.append(self._count_drawn() > self.num_drawn)
-
-    monkeypatch.setattr(RolloutSource, "before_record", noted)
-    waited = lab.train()
-    assert values_of(waited) == values_of(plain)
-    assert waits == [True] * (len(waits) - 1) + [False]
 
 
 @pytest.mark.parametrize("mode", ["hybrid", "async"])

@@ -106,16 +106,10 @@ class BatchTrainer:
     placement: Placement
     device_turns: DeviceTurns
     num_chunks: int
-    is_warm: bool = False
-    """Whether a batch was begun."""
 
     async def train(self, batch: int, timer: PhaseTimer) -> TrainedBatch | None:
         """Trains a batch; None if the run was stopped before the batch was complete."""
         groups: list[Group] = []
-        if not (self.is_warm or self.device_turns.alternates):
-            with self.state.doing("compiling the training passes"):
-                await self.learner.call("warm_up")  # meanwhile the samplers draw the batch
-        self.is_warm = True
         with self.state.doing(f"the start of step {batch + 1}"):
             await self.learner.call("begin", batch=batch)
         async for chunk in self._chunks(batch, timer):

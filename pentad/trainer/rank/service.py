@@ -29,7 +29,6 @@ from pentad.core.sizes import RunSize
 from pentad.core.types import Prompt, Row
 from pentad.data.store import GroupStore, open_store
 from pentad.engine.engine import Engine
-from pentad.engine.warm import warm_up
 from pentad.parallel.gradients import differing_copies
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
@@ -303,11 +302,6 @@ class LearnerService(EngineService):
     def open_store(self, address: dict[str, Any]) -> None:
         """Connects to the store of groups; training does not need their prompts."""
         self.store = open_store(address, lambda gid: Prompt(gid, (), {}))
-
-    def warm_up(self) -> None:
-        """Compiles the training passes, if they are compiled, without training."""
-        for engine in self.engines.values():
-            warm_up(engine)
 
     def begin(self, batch: int) -> None:
         self.rank.report(batch + 1)

@@ -6,10 +6,8 @@ Pumps on the run's event loop sample groups, score them and publish weights
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, replace
@@ -62,10 +60,6 @@ from pentad.trainer.saving.batches import BatchKeeper
 from pentad.trainer.saving.recovery import GROUPS, Identity
 
 log = logging.getLogger(__name__)
-
-FIRST_PASS_S, POLL_S = 0.1, 0.002
-"""Longest time that the record of a step waits for the first pass of the next batch, and the
-interval of the checks."""
 
 
 def run_train(
@@ -315,8 +309,6 @@ class RolloutSource(BatchSource):
     trainer: BatchTrainer
     batches: BatchKeeper
     saves_first: bool
-    num_drawn: float = 0
-    """Tokens drawn by the samplers of this process up to the end of the last batch."""
 
     # Before the first step
 
@@ -425,24 +417,7 @@ class RolloutSource(BatchSource):
         trained = await self.trainer.train(step, timer)
         if trained is not None:
             self.state.budget.count_trained()
-        self.num_drawn = self._count_drawn()
         return trained
-
-    async def before_record(self, trained: TrainedBatch) -> None:
-        """Lets samplers of this process begin the next batch first: the host limits their first
-        pass, and would compute the record at the same time. Later ones leave it time."""
-        is_last = trained.batch + 1 == self.run.num_steps
-        if is_last or self.saves_first or not (self.placement.takes_turns and self.num_drawn):
-            return
-        with trained.timer.phase("rollout"):
-            end = time.monotonic() + FIRST_PASS_S
-            while self._count_drawn() == self.num_drawn and time.monotonic() < end:
-                await asyncio.sleep(POLL_S)
-
-    def _count_drawn(self) -> float:
-        """Returns the number of tokens drawn by the samplers of this process."""
-        own = [one for one in self.side.samplers.values() if isinstance(one, EmbeddedSampler)]
-        return sum(one.engine.num_drawn for one in own)
 
     async def after_update(self, trained: TrainedBatch) -> None:
         """Refreshes the reference with the actor's weights if that is due."""
