@@ -3,7 +3,7 @@
 #
 #   make wheel
 #   docker build -t pentad .                                  # CUDA: torch's wheels bring its libraries
-#   docker build -t pentad:cpu --build-arg TORCH=cpu .        # CPU only, 3 GB less
+#   docker build -t pentad:cpu --build-arg TORCH=cpu .        # CPU only, 4 GB less
 #   docker run --rm pentad:cpu demo
 #   docker run --rm --gpus all --ipc=host -v "$PWD:/work" pentad train recipe.yaml
 ARG PYTHON=3.12

@@ -73,7 +73,7 @@ def test_rendering_opens_the_answer_only_when_asked(chat):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"^actor.path = .*/nowhere: no such folder; give a folder"):
+    with pytest.raises(UserError, match=r"^actor.path = .*/nowhere: no such folder; give a model"):
         load_tokenizer(tmp_path / "nowhere")
 
 
