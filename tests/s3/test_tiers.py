@@ -113,10 +113,11 @@ def test_an_outage_is_reported_counted_and_made_up_for(
     assert status.waiting_step == 3 and status.last_step is None
     assert re.search("the checkpoint of step [234] is not uploaded", said[0]) and "503" in said[0]
     assert local_steps(tmp_path / "local") == [3, 2, 1]
-    proxy.choose = lambda request: ""
     tiers.after_commit(make_checkpoint(4, size=SMALL).step)
+    proxy.choose = lambda request: ""
     assert tiers.close(PATIENCE_S)
-    assert remote_steps(store) == [4]  # the newest first; those before it are then not needed
+    found = remote_steps(store)  # another try of step 3 may have been in progress
+    assert found[0] == 4 and not {1, 2} & {*found}, "the newest is uploaded, not all before it"
     assert local_steps(tmp_path / "local") == [4]
 
 

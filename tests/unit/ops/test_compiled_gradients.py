@@ -56,7 +56,7 @@ def test_attention_with_a_window_is_one_graph_at_any_length():
     torch._dynamo.reset()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return PADDED._attend_bucket(*(x.transpose(0, 1)[None] for x in (q, k, v)), 8, None)
+        return PADDED._attend_bucket(*(x.transpose(0, 1)[None] for x in (q, k, v)), 8, None, None)
 
     compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
     for length in (7, 9, 33):
