@@ -192,6 +192,11 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def resume_after_parent() -> None:
+    """Continues this process when its parent ends, which may have stopped it in `end_all`."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def close_all_but(*kept: int) -> None:
     """Closes every open file except the standard streams and `kept`."""
     bounds = [2, *sorted(kept), 1 << 32]

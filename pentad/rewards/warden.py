@@ -198,6 +198,7 @@ def main() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source_pid = os.fork()  # before this process has data that jobs must not read
     if source_pid == 0:
+        confine.resume_after_parent()
         ours.close()
         source = origin.Origin(limits, config["folder"], theirs)
         source.hello(config["preload"])

@@ -73,7 +73,9 @@ def test_random_hostile_jobs_harm_nobody_and_the_pool_stays_whole(num_jobs):
 
 @needs_namespaces
 @pytest.mark.parametrize("user", USERS)
-def test_a_job_does_not_outlive_its_pool_and_worker(user):
+@pytest.mark.parametrize("was_stopped", [False, True])
+def test_a_job_does_not_outlive_its_pool_and_worker(user, was_stopped):
+    """Also if the worker has just stopped its processes, to kill them."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     pool = subprocess.Popen(
         command(user, "outlive"), stdout=subprocess.PIPE, text=True, env=environment
@@ -85,6 +87,8 @@ def test_a_job_does_not_outlive_its_pool_and_worker(user):
         time.sleep(0.02)
     time.sleep(0.3)  # it has asked not to die with its parent
     below_pool = psutil.Process(pool.pid).children(recursive=True)
+    for process in family[1:] if was_stopped else ():
+        process.suspend()
     for pid in (pool.pid, worker):
         os.kill(pid, 9)
     pool.wait()
