@@ -22,12 +22,11 @@ import yaml
 
 from pentad.core.device import dtype_of, dtype_problems, pick_device
 from pentad.core.errors import Problem, UserError, raise_problems
-from pentad.core.quantization import flag_problems
+from pentad.core.quantization import flag_problems, quantization_of
 from pentad.data.tokenizer import Tokenizer, load_tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
-from pentad.models.catalog import quantization
-from pentad.models.families import register
+from pentad.models.families import read_config, register
 from pentad.models.registry import dims_to_sample
 from pentad.planner.hub import local_model
 from pentad.trainer.inputs import vocabulary_problems
@@ -110,7 +109,9 @@ def run_serve(
         register(path)
     name = name or Path(adapter or model).resolve().name.partition("@")[0]
     model = local_model(model, f"model = {model}")
-    raise_problems(flag_problems(f"model = {model}", quantization(model), dequantize=dequantize))
+    if (Path(model) / "config.json").is_file():  # its absence is reported below
+        found = quantization_of(read_config(model))
+        raise_problems(flag_problems(f"model = {model}", found, dequantize=dequantize))
     given = read_template_args(template_args)
     tokenizer = load_tokenizer(model, key="model", template_args=given)
     tokens = max(8192, max_running)

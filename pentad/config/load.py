@@ -260,7 +260,8 @@ def _wrong_value(key: str, value: object, tree: Tree) -> Problem:
     field = fields().get(without_numbers(key))
     if field is None:  # in a block with free names
         return Problem(_where(key, value, tree), "must be true, false, a number or text")
-    if (block := section_of(field.annotation)) and not isinstance(value, dict | list):
+    is_block = takes(field).startswith("a block")
+    if is_block and (block := section_of(field.annotation)) and not isinstance(value, dict | list):
         main = next((name for name in MAIN_KEYS if name in block.model_fields), None)
         remedy = f"did you mean {key}.{main} = {show(value)}?" if main and value is not None else ""
         remedy = remedy or f"its keys are {', '.join(block.model_fields)}"

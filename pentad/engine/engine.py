@@ -510,6 +510,7 @@ class Engine:
         there are none, other ranks have a part of them, or transformers uses other names."""
         if self.base is None or not self._is_lendable:
             return None
+        self.onload()  # it may have left its device before samplers open
         self.base.is_shared = True
         lora = self.settings.model.lora
         for decoder in self.held.decoders:

@@ -325,8 +325,11 @@ class ConfigReader:
         key, built = self.activation
         names = ACTIVATIONS[built]
         if hf.get(key, names[0]) not in names:
-            rule = f"{key} = {hf[key]!r}, only {names[0]} is built"
-            problems.append(Problem(where, rule))
+            rule, fix = f"{key} = {hf[key]!r}, only {names[0]} is built", ""
+            if (built, hf[key]) == ("gelu_tanh", "gelu"):
+                fix = f"if it was trained with {names[0]}, as the first release of Gemma was, "
+                fix += "write that into its config.json"
+            problems.append(Problem(where, rule, fix))
         problems += [
             Problem(where, f"{key} = {_short(hf[key])}: {why} is not supported")
             for key, why in self.refused.items()

@@ -285,6 +285,8 @@ def _request(recipe: Conversion) -> dict[str, Any]:
     out = asdict(recipe)
     for place in ("source", "target", "config", "checkpoint"):
         del out[place]
+    if not recipe.dequantize:
+        del out["dequantize"]  # as in records from before there was the key
     return {**out, "version": VERSION}
 
 

@@ -21,7 +21,7 @@ def join_all_projections(model: nn.Module) -> None:
     """Joins q, k and v in all layers. Call it before the tensors are shared with other instances of
     the model, where joining would copy."""
     for module in model.modules():
-        if isinstance(module, Attention):
+        if type(module) is Attention:  # samplers join no other kind
             join_projections(module)
 
 

@@ -110,7 +110,7 @@ def paged_decode(
         launch(None, WHOLE, num_seqs, group, (0, splits), tile)
     else:
         queries = rows_per_tile(group) * group
-        wide_tile = tile | prefix_tile(q_SHd.dtype)
+        wide_tile = tile | prefix_tile(q_SHd.dtype, q_SHd.shape[-1])
         launch(shared, PREFIX, len(shared.firsts_I), queries, (0, before), wide_tile)
         launch(shared, SUFFIX, num_seqs, group, (before, splits), tile)
     merge_splits(out_SHd, parts, shared, before)
@@ -210,7 +210,9 @@ def tile_of(pages: Pages, q_SHd: Tensor) -> dict[str, object]:
     if pages.largest is not None:
         tile = EIGHT_BIT_TILE
         own["IS_INT"] = pages.k_BbKd.dtype == torch.int8
-        own["HAS_PAIRS"] = q_SHd.dtype == torch.bfloat16 and q_SHd.is_cuda
+        # Products of bf16 pairs came with compute capability 9.0.
+        has_pairs = q_SHd.is_cuda and torch.cuda.get_device_capability(q_SHd.device) >= (9, 0)
+        own["HAS_PAIRS"] = q_SHd.dtype == torch.bfloat16 and has_pairs
     size = {"PLACES": tile["places"], "num_warps": tile["warps"], "num_stages": tile["stages"]}
     return {**size, **own, "PRECISION": precision}
 

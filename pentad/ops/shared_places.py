@@ -19,6 +19,8 @@ from pentad.ops.pages import Pages
 from pentad.ops.sinks import limited
 
 TILE = {"places": 64, "warps": 4, "stages": 2}
+WIDE_TILE = {"places": 32, "warps": 4, "stages": 2}
+"""For heads of more than 256 numbers, which exceed the shared memory of most GPUs otherwise."""
 FLOAT32_TILE = {"places": 16, "warps": 4, "stages": 1}
 """Tile for float32, which needs twice the shared memory."""
 MAX_QUERIES = 32
@@ -51,9 +53,10 @@ def expected_tiles(num_rows: int) -> int:
     return max(1, num_rows // TYPICAL_ROWS)
 
 
-def prefix_tile(dtype: torch.dtype) -> dict[str, object]:
+def prefix_tile(dtype: torch.dtype, head_dim: int) -> dict[str, object]:
     """Places per load, warps and pipelined loads of a program over shared places."""
-    tile = FLOAT32_TILE if dtype == torch.float32 else TILE
+    tile = TILE if head_dim <= 256 else WIDE_TILE
+    tile = FLOAT32_TILE if dtype == torch.float32 else tile
     return {"PLACES": tile["places"], "num_warps": tile["warps"], "num_stages": tile["stages"]}
 
 

@@ -438,6 +438,7 @@ async def open_adapter(dialect: Sglang, lora: LoraConfig) -> None:
         rule = f"its workers run another version of Pentad (protocol {answer['protocol']})"
         raise UserError(Problem(where, rule, "restart it"))
     dialect.has_adapter = answer["is_registered"]
+    dialect.dtype = answer["dtype"] or dialect.dtype  # the server may report its setting, "auto"
     check_targets(where, answer["modules"], settings.dims, lora, settings.model_folder)
 
 

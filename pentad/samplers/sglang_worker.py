@@ -87,8 +87,11 @@ class FactorReceiver(Receiver):
         found = [self.manager.loras[uid] for uid, ref in refs if ref.lora_name == self.lora["name"]]
         if any(one.scaling != self.lora["alpha"] / self.lora["rank"] for one in found):
             raise RuntimeError("it has an adapter of the same name with another rank or alpha")
-        names = sorted(name for name, *_ in self.parts(0))
-        return {"modules": names, "protocol": PROTOCOL, "is_registered": bool(found)}
+        parts = list(self.parts(0))
+        dtype = str(parts[0][1].dtype).removeprefix("torch.") if parts else ""
+        names = sorted(name for name, *_ in parts)
+        said = {"protocol": PROTOCOL, "is_registered": bool(found), "dtype": dtype}
+        return {"modules": names, **said}
 
     @reports_errors
     @torch.inference_mode()

@@ -162,7 +162,8 @@ def is_finite(tensor: Tensor) -> bool:
         return bool(tensor.isfinite().all())
     kind, infinity = WORDS[tensor.dtype]
     size = numpy.dtype(kind).itemsize
-    words = tensor.detach().view(-1).view(torch.uint8).numpy().view(kind)
+    # `Tensor.numpy` would make the memory unresizable, and trainers resize it to free memory.
+    words = numpy.from_dlpack(tensor.detach().view(-1).view(torch.uint8)).view(kind)
     unsigned = words.view(f"u{size}")
     negative = infinity | 1 << (8 * size - 1)
     step = FINITE_BYTES // size

@@ -187,7 +187,7 @@ class StandIn:
             "enable_return_routed_experts": False,
             "context_length": None,
             "device": "cpu",
-            "dtype": "float32",
+            "dtype": "auto",
             **info,
         }
         self.tells_versions = self.info["version"] >= "0.5.23"

@@ -156,6 +156,13 @@ def test_what_is_not_built_for_towers_is_rejected(lab, wholes, words, sentence):
         lab.train(f"actor.path={wholes / 'qwen2_5_vl'}", WHOLE, *words)
 
 
+def test_a_critic_of_towers_is_rejected_by_fsdp_before_the_run(lab, wholes):
+    critic = f"critic.path={wholes / 'qwen2_5_vl'}"
+    words = ["algorithm.name=ppo", critic, "allocation_mode=embedded:d1|fsdp:d1"]
+    with pytest.raises(UserError, match="allocation_mode = .*fsdp builds only language models"):
+        lab.train(WHOLE, *words)
+
+
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [

@@ -163,6 +163,11 @@ def scalar_heads_are_of_language_models(config: Config, facts: RunFacts) -> Iter
     dims = None if path is None else known_dims(path)
     if path is None or dims is None or not dims.tower_names:
         return
+    part = config.part("critic") or config.part("actor")
+    if path != config.actor.path and part is not None and part.backend == "fsdp":
+        rule = f"{path} is a multimodal folder, and {NO_TOWERS['fsdp']}"
+        where = f"allocation_mode = {config.allocation_mode}"
+        yield Problem(where, rule, "train it with archon")
     try:
         language_config_of(read_object(Path(path) / "config.json"))
     except UserError as error:

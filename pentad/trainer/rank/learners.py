@@ -81,10 +81,13 @@ def start_run(config: Config, roles: tuple[Role, ...]) -> None:
         return
     target = chosen(convertor.save_path, "megatron.ckpt_convertor.save_path")
     # Imported here: few runs convert, and it imports torch.distributed.checkpoint.
+    from pentad.models.catalog import quantization
     from pentad.models.conversion import Conversion, convert
 
+    source = str(Path(convertor.hf_model_path or config.model_folder()).expanduser())
     conversion = Conversion(
-        source=str(Path(convertor.hf_model_path or config.model_folder()).expanduser()),
+        source=source,
+        dequantize=config.actor.dequantize and quantization(source) is not None,
         target=str(Path(target).expanduser()),
         to="legacy",
         tp=convertor.tensor_model_parallel_size,

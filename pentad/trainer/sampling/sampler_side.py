@@ -26,7 +26,7 @@ from pentad.sync.weights_dir import WeightsDir, opened, snapshot_of
 from pentad.trainer.preflight import Checked, kind_of
 from pentad.trainer.run import Run
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
-from pentad.trainer.sampling.samplers import SamplerOpener, ray_options
+from pentad.trainer.sampling.samplers import SamplerOpener, ray_options, topology_on
 
 BuildLearners = Callable[[], None]
 """Builds the learners."""
@@ -119,7 +119,9 @@ async def _open_samplers(run: Run, checked: Checked, stack: AsyncExitStack) -> d
     config, learner, resources = run.config, run.learner, run.supervisor.resources
     folder = run.context.folder.file("servers/")
     actor = learner.service.engines["actor"] if learner.service is not None else None
-    base = None if actor is None else actor.lend_base()
+    is_here = topology_on(config, learner.device).is_one_process
+    is_shared = is_here and config.component("rollout").backend == "embedded"
+    base = actor.lend_base() if actor is not None and is_shared else None
     given = config, checked.dims, checked.tokenizer, learner.device, folder, stack, base
     opener = SamplerOpener(*given)
     if learner.is_remote or config.component("actor").world > 1:

@@ -226,6 +226,7 @@ def test_a_misspelt_key_beside_a_wrong_one_is_no_excuse_for_it():
         ("actor.lora=16", "did you mean actor.lora.rank = 16?"),
         ("cluster=8", "its keys are n_nodes, n_gpus_per_node, "),
         ("telemetry.wandb=true", "its keys are project, "),
+        ("rollout.workflows=x", "write [x]"),
         ("device=cpu", "CUDA_VISIBLE_DEVICES selects them"),
         ("gsm8k/recipe.yaml", "name one recipe, before the overrides"),
         ("gconfig.n_samples", "write it without spaces"),

@@ -353,6 +353,16 @@ def test_weights_with_room_for_a_sampler_are_as_before_and_trained_beside_as_bef
     assert all(torch.equal(trained[name], t) for name, t in weights_of(roomy).items())
 
 
+def test_frozen_weights_that_have_left_their_device_are_brought_back_before_they_are_lent():
+    engine = lora_engine()
+    before = {name: tensor.clone() for name, tensor in engine.held.frozen().items()}
+    engine.offload()
+    base = engine.lend_base()
+    assert all(torch.equal(base[name], tensor) for name, tensor in before.items())
+    engine.offload()
+    assert all(torch.equal(base[name], tensor) for name, tensor in before.items()), "lent: it stays"
+
+
 def test_lent_factors_are_brought_back_before_they_are_cut_into_pairs(monkeypatch):
     """The engine may have left its device after it lent them."""
     engine = lora_engine()

@@ -53,6 +53,14 @@ def test_quantised_folders_become_megatrons_and_can_be_served(byte_folder, tmp_p
     assert command(*words, "--dequantize").exit_code == 0
     same = load_to_sample(tmp_path / "back", device="cpu", dtype=torch.float32).state_dict()
     assert all(torch.equal(tensor, same[name]) for name, tensor in served[0].state_dict().items())
+    config = json.loads((plain / "config.json").read_text())
+    other = shutil.copytree(plain, tmp_path / "other")
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (other / "config.json").write_text(json.dumps(config))
+    refused = command("serve", other, "--dequantize")
+    assert refused.exit_code == 2 and "quantised in a way that is not read" in " ".join(
+        refused.output.split()
+    )
     refused = command("serve", plain, "--dequantize")
     assert refused.exit_code == 2 and "not quantised; leave it out" in " ".join(
         refused.output.split()

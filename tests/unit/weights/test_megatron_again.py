@@ -136,6 +136,7 @@ def test_the_record_names_source_layout_and_files(source, tmp_path):
     record = json.loads((tmp_path / "mg" / conversion_files.RECORD).read_text())
     assert record["identity"] == ended.identity
     assert (record["request"]["tp"], record["request"]["pp"]) == (2, 2)
+    assert "dequantize" not in record["request"], "records of earlier versions have no such key"
     assert len(record["files"]) == 4 and "model.safetensors" in record["source"]["digests"]
 
 
