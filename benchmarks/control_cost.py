@@ -29,7 +29,7 @@ import simulation  # noqa: E402
 from simulation import SimulatedLearner, Simulation, VirtualLoop, World  # noqa: E402
 
 from pentad.core.types import Group, Prompt  # noqa: E402
-from pentad.rollout.executor import Hold  # noqa: E402
+from pentad.rollout.drafts import Draft  # noqa: E402
 from pentad.trainer.records import TrainedBatch  # noqa: E402
 
 BATCH = 256
@@ -53,10 +53,9 @@ class Ranks(SimulatedLearner):
 class Light(Simulation):
     """Groups cost nothing but their place in the scheduler."""
 
-    async def rollout(self, prompt: Prompt, attempt: int, hold: Hold) -> Group:
-        hold(self.world.lease_s)
-        await asyncio.sleep(self.draw.random())
-        hold(None)
+    async def rollout(self, prompt: Prompt, attempt: int, draft: Draft) -> Group:
+        working = asyncio.ensure_future(asyncio.sleep(self.draw.random()))
+        await asyncio.wait([working], timeout=self.world.deadline_s)
         version = self.budget.published
         return Group(prompt, [simulation.sample(version, version)], attempt)
 

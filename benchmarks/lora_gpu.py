@@ -6,7 +6,8 @@
     full8b    Qwen3-8B: GRPO of all weights, 16 x 8 answers of up to 512 tokens, by the place and
               the dtype of weights and optimizer state; --only for some of them
     decode    Qwen3-0.6B and 8B: decoding with and without an adapter, and its install
-    sums      SmolLM2 on two-digit sums: all weights, rank 32, rank 1; --model FOLDER, --seeds 1 2 3
+    sums      SmolLM2 on two-digit sums: all weights, rank 32, rank 1; --model FOLDER --seeds 1 2 3,
+              adapters at --times the learning rate of the recipe
 
 Weights are random but for `sums`, and come from one block of noise on the device: a 30B model is
 made in seconds. Runs are those of `pentad train` with its defaults. A part that fails prints its
@@ -71,6 +72,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_GPU = DEVICE.type == "cuda"
 GIB = 2**30
 RANK = 32
+SUMS_RATE = 5e-6
+"""Learning rate of examples/math/sums.yaml."""
 
 
 def say(text: str) -> None:
@@ -391,7 +394,7 @@ def sums(given: argparse.Namespace) -> None:
                 attempt(
                     f"{what}, seed {seed}",
                     lambda what=what, rank=rank, seed=seed: rows.append(
-                        sums_one(what, rank, seed, words, root)
+                        sums_one(what, rank, seed, [*words, *rate_of(rank, given.times)], root)
                     ),
                 )
         say("\n| what | seed | held-out accuracy by step | median step ms | run s | peak GB |")
@@ -413,14 +416,18 @@ def tiny_sums(root: Path) -> list[str]:
     ]
 
 
+def rate_of(rank: int | None, times: float) -> list[str]:
+    if rank is None:
+        return []
+    return [f"actor.lora.rank={rank}", f"actor.optimizer.lr={times * SUMS_RATE:g}"]
+
+
 def sums_one(what: str, rank: int | None, seed: int, words: list[str], root: Path) -> str:
     free_memory(DEVICE)
     start = time.perf_counter()
     is_tiny = "actor.init_from_scratch=true" in words
     trial = f"{what.replace(' ', '-')}-{seed}"
     words = [*words, f"seed={seed}", f"trial_name={trial}"]
-    if rank is not None:  # ten times the recipe's
-        words += [f"actor.lora.rank={rank}", "actor.optimizer.lr=5e-5"]
     with noise_on_device() if is_tiny else nullcontext():
         config, notes = prepare(ROOT / "examples/math/sums.yaml", words, "train")
         summary = run_train(config, notes, device=str(DEVICE))
@@ -475,6 +482,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     only = f"of sums: 'all weights', 'rank 32', 'rank 1'; of full8b: {', '.join(map(repr, PLACES))}"
     parser.add_argument("--only", nargs="+", help=only)
+    parser.add_argument(
+        "--times", type=float, default=20.0, help="learning rate of adapters in sums"
+    )
     parser.add_argument("--words", nargs="*", default=[], help="overrides of the recipe")
     given = parser.parse_args()
     kind = torch.cuda.get_device_name() if IS_GPU else "cpu"

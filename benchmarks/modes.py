@@ -49,7 +49,6 @@ from pentad.core.types import Group, Prompt  # noqa: E402
 from pentad.data.toy import write_model  # noqa: E402
 from pentad.planner.prepare import prepare  # noqa: E402
 from pentad.rollout.drafts import Draft  # noqa: E402
-from pentad.rollout.executor import Hold  # noqa: E402
 from pentad.runtime import local_roles  # noqa: E402
 from pentad.runtime.roles import RoleSpec  # noqa: E402
 from pentad.telemetry.steps import read_lines  # noqa: E402
@@ -247,7 +246,7 @@ class TimedRun(Simulation):
         """By replica: tokens left and the future of each sequence."""
         self.num_tokens = 0
 
-    async def rollout(self, prompt: Prompt, attempt: int, hold: Hold, draft: Draft) -> Group:
+    async def rollout(self, prompt: Prompt, attempt: int, draft: Draft) -> Group:
         own = self.lengths[prompt.gid % len(self.lengths)]
         place = min(range(len(self.running)), key=lambda n: len(self.running[n]))
         version = self.replicas[place].version

@@ -43,8 +43,10 @@ from pentad.models.families import dims_of  # noqa: E402
 from pentad.planner.prepare import prepare  # noqa: E402
 from pentad.rl.losses import SftLoss  # noqa: E402
 from pentad.telemetry.steps import LineWriter  # noqa: E402
-from pentad.trainer.inputs import RowReader
-from pentad.trainer.rank.example_service import PretrainService  # noqa: E402
+from pentad.trainer.inputs import (
+    RowReader,
+    open_examples,  # noqa: E402
+)
 from pentad.trainer.rank.learners import build_role  # noqa: E402
 
 Weights = dict[str, Tensor]
@@ -125,7 +127,7 @@ class Ours:
     def __init__(self, config: Config, device: torch.device) -> None:
         assert config.actor.path is not None and config.total_train_steps is not None
         dims, tokenizer = dims_of(config.actor.path), load_tokenizer(config.actor.path)
-        self.data = PretrainService.open_part(config, "train", RowReader(dims, tokenizer))
+        self.data = open_examples("pretrain", config, "train", RowReader(dims, tokenizer))
         self.batch_size = config.train_dataset.batch_size
         self.engine = build_role(
             config,

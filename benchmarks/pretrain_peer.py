@@ -23,8 +23,7 @@ from pentad.core.device import DTYPES
 from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.optim import compute_lr
 from pentad.models.families import dims_of
-from pentad.trainer.inputs import RowReader
-from pentad.trainer.rank.example_service import PretrainService
+from pentad.trainer.inputs import RowReader, open_examples
 
 
 class Objective(nn.Module):
@@ -60,8 +59,8 @@ class Peer:
         actor = config.actor
         assert actor.path is not None and config.total_train_steps is not None
         dims = dims_of(actor.path)
-        self.data = PretrainService.open_part(
-            config, "train", RowReader(dims, load_tokenizer(actor.path))
+        self.data = open_examples(
+            "pretrain", config, "train", RowReader(dims, load_tokenizer(actor.path))
         )
         self.device, self.batch_size = device, config.train_dataset.batch_size
         self.per_pass = (actor.mb_spec.max_tokens_per_mb or 1) // self.data.length

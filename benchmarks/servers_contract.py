@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,7 @@ class Report:
             value = await asyncio.wait_for(doing(), limit_s)
         except Exception as error:
             text = " ".join(str(error).split())[-600:]
+            traceback.print_exc()
             self.tell(who, what, f"FAILED {type(error).__name__}: {text}")
             return None
         self.tell(who, what, "ok" if value is None else value)

@@ -11,6 +11,8 @@ ENV is the environment that holds the server (`rollout.server.python`). Parts, a
   folder of SmolLM2-135M-Instruct;
 - `adapter`: factors of rank 32 on all matrices: log-probs, replaced in place, a damaged factor,
   publish; `adapter-mixture` the same with a small mixture;
+- `fp8`: weights in fp8 (`rollout.weight_dtype`), beside a server in bf16 (`servers_fp8.py`);
+  `fp8-mixture` the same with a small mixture;
 - `mixture`: a cut of Qwen3-30B-A3B (4 layers, 128 experts, 8 a token): weights, log-probs, and
   which experts each token went to, beside the trainer's own routers.
 
@@ -52,6 +54,7 @@ from servers_contract import (
     contract,
     mixture,
 )  # noqa: E402
+from servers_fp8 import Rounded, fp8, speeds  # noqa: E402
 
 from pentad.core.dims import ModelDims  # noqa: E402
 from pentad.data.toy import write_model  # noqa: E402
@@ -90,9 +93,10 @@ SMALL_MIXTURE = replace(
     num_experts_per_token=4,
     moe_intermediate_size=512,
 )
-PARTS = ("contract", "publish", "throughput", "grpo", "mixture", "adapter", "adapter-mixture")
 ADAPTED = {"adapter": DIMS, "adapter-mixture": SMALL_MIXTURE}
-ALONE = {"mixture", *ADAPTED}
+FP8 = {"fp8": DIMS, "fp8-mixture": SMALL_MIXTURE}
+PARTS = ("contract", "publish", "throughput", "grpo", "mixture", *ADAPTED, *FP8)
+ALONE = {"mixture", *ADAPTED, *FP8}
 """Parts that start servers of their own."""
 LORA = LoraConfig(rank=32)
 START_S, GRPO_S = 420.0, 110.0
@@ -303,6 +307,8 @@ async def run(given: argparse.Namespace, folder: Path) -> None:
             await dense(parts, envs, given, folder, report)
         if chosen := [part for part in ADAPTED if part in parts]:
             await adapters(chosen, envs, folder, report)
+        for part in [part for part in FP8 if part in parts]:
+            await quantised_servers(part, envs, folder, report)
         if "mixture" in parts:
             await mixtures(envs, folder, report)
     finally:
@@ -412,6 +418,32 @@ async def adapters(chosen: list[str], envs: dict[str, Path], folder: Path, repor
         await task
         if (sampler := samplers.get(f"{kind}-{part}")) is not None:
             await adapter(f"{kind}-{part}", sampler, two, report)
+    await close_all()
+
+
+async def quantised_servers(part: str, envs: dict[str, Path], folder: Path, report: Report) -> None:
+    """Of each kind a server in fp8 and one in bf16, which start together; each is asked alone."""
+    place, dims = write_folder(folder / part, FP8[part]), FP8[part]
+    starting = []
+    for kind, env in envs.items():
+        wanted = settings_of(kind, env, place, dims, 4096)
+        server = wanted.server.model_copy(update={"gpu_memory_share": 0.2})
+        keys = {"server": server, "max_running": 1024}
+        for dtype, name in (("fp8", f"{kind}-{part}"), ("auto", f"{kind}-{part}-bf16")):
+            given = changed(wanted, {**keys, "weight_dtype": dtype}, can_sleep=False)
+            starting.append(asyncio.create_task(started(kind, name, given, report)))
+    two = Rounded(dims)
+    await asyncio.gather(*starting)
+    for name in [f"{kind}-{part}" for kind in envs]:
+        log = report.path.with_name(f"{name}.log")
+        if (sampler := samplers.get(name)) is not None:
+            await fp8(name, sampler, two, log, report)
+        else:
+            print(log.read_text(errors="replace")[-6000:] if log.exists() else f"no {log}")
+        if (sampler := samplers.get(f"{name}-bf16")) is not None:
+            first = partial(sampler.install, 0, two.pairs[0])
+            await report.part(f"{name}-bf16", "install", first)
+            await speeds(f"{name}-bf16", sampler, report)
     await close_all()
 
 

@@ -77,7 +77,7 @@ def build(tree: bool) -> Engine:
 
 def measure(engine: Engine, rows: list[Row]) -> tuple[float, float, float]:
     """(milliseconds of a step, peak GiB, norm of the first gradient)."""
-    loss = build_policy_loss(AlgorithmConfig().settings)
+    loss = build_policy_loss(AlgorithmConfig())
     times, norm = [], 0.0
     torch.cuda.reset_peak_memory_stats()
     for n in range(STEPS + 2):

@@ -12,7 +12,8 @@ import typer
 from typer import Argument, Exit, Option
 
 from pentad.cli.errors import reporting
-from pentad.cli.recipe import DeviceOption, Figures, Findings, read_recipe
+from pentad.cli.options import DeviceOption, Figures, Findings
+from pentad.cli.recipe import read_recipe
 
 
 def verify_parallel(

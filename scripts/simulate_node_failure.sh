@@ -30,14 +30,15 @@ ranks_below() {
 }
 
 found="$(ranks_below "$lead")"
-if [ -z "$found" ]; then # under torchrun the leader is rank 0 itself
-  found="$(ranks_below "$(sed 's/.*) //' "/proc/$lead/stat" | cut -d' ' -f2)" | grep -v "^0 " || true)"
+if tr '\0' '\n' <"/proc/$lead/environ" | grep -q '^RANK='; then # torchrun started the others
+  found="$found
+$(ranks_below "$(sed 's/.*) //' "/proc/$lead/stat" | cut -d' ' -f2)" | grep -v "^0 " || true)"
 fi
-if [ -z "$found" ]; then
+if ! grep -q . <<<"$found"; then
   echo "$folder: the run has no ranks of their own on this machine" >&2
   exit 2
 fi
-sort -rn <<<"$found" | head -n "$number" | while read -r rank pid; do
+grep . <<<"$found" | sort -rn | head -n "$number" | while read -r rank pid; do
   kill -"$signal" "$pid"
   echo "SIG$signal to rank $rank, process $pid"
 done

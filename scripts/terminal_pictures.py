@@ -17,7 +17,7 @@ from rich.console import Console
 from pentad.cli.plan import Page, describe_sampler, make_plan
 from pentad.planner.prepare import prepare
 from pentad.planner.remedies import propose
-from pentad.telemetry.screen import Picture, draw
+from pentad.telemetry.screen import Screen, draw
 from pentad.telemetry.steps import read_lines
 
 ROOT = Path(__file__).parents[1]
@@ -75,11 +75,11 @@ def draw_table(run: Path) -> None:
     steps = list(read_lines(run / "steps.jsonl"))
     last = steps[round(SHOWN_SHARE * len(steps))]["step"]
     title = f"{run.parent.name}/{run.name}"
-    picture = Picture(title, len(steps))
+    picture = Screen(title, len(steps))
     evals = [line for line in read_lines(run / "evals.jsonl") if line["version"] <= last]
     picture.resume([line for line in steps if line["step"] <= last], evals)
     lines = [line for line in read_lines(run / "samples.jsonl") if line["step"] == last]
-    picture.take_samples(lines)
+    picture.samples(lines)
     console = recorder(82)
     console.print(draw(picture))
     save(console, "live-table", "pentad train recipe.yaml")

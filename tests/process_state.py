@@ -29,29 +29,35 @@ def process_restored():
 @contextmanager
 def environment():
     before = dict(os.environ)
-    yield
-    after = dict(os.environ)
-    for name in (before.keys() | after.keys()) - {"PYTEST_CURRENT_TEST"}:
-        if name not in before:
-            del os.environ[name]
-        elif before[name] != after.get(name):
-            os.environ[name] = before[name]
+    try:
+        yield
+    finally:
+        after = dict(os.environ)
+        for name in (before.keys() | after.keys()) - {"PYTEST_CURRENT_TEST"}:
+            if name not in before:
+                del os.environ[name]
+            elif before[name] != after.get(name):
+                os.environ[name] = before[name]
 
 
 @contextmanager
 def folder():
     before = Path.cwd()
-    yield
-    os.chdir(before)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 @contextmanager
 def signals():
     before = {number: signal.getsignal(number) for number in HANDLED}
-    yield
-    for number, handler in before.items():
-        if handler is not None and signal.getsignal(number) != handler:
-            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
 @contextmanager
@@ -59,14 +65,16 @@ def loggers():
     """The root and ours; one that a test made first becomes a new one."""
     before = {logger.name: logger_state(logger) for logger in our_loggers()}
     new = (logging.NOTSET, True, False, [], [])
-    yield
-    for logger in our_loggers():
-        state = before.get(logger.name, new)
-        if logger_state(logger) != state:
-            level, logger.propagate, logger.disabled, filters, handlers = state
-            logger.setLevel(level)
-            logger.filters[:] = filters
-            logger.handlers[:] = [*handlers, *filter(is_of_pytest, logger.handlers)]
+    try:
+        yield
+    finally:
+        for logger in our_loggers():
+            state = before.get(logger.name, new)
+            if logger_state(logger) != state:
+                level, logger.propagate, logger.disabled, filters, handlers = state
+                logger.setLevel(level)
+                logger.filters[:] = filters
+                logger.handlers[:] = [*handlers, *filter(is_of_pytest, logger.handlers)]
 
 
 def our_loggers():
@@ -90,13 +98,15 @@ def torch_settings():
     has_gradients = torch.is_grad_enabled()
     mode = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    yield
-    torch.set_default_dtype(dtype)
-    torch.set_grad_enabled(has_gradients)
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-    if torch.are_deterministic_algorithms_enabled() != mode:
-        torch.use_deterministic_algorithms(mode, warn_only=warns)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(has_gradients)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if torch.are_deterministic_algorithms_enabled() != mode:
+            torch.use_deterministic_algorithms(mode, warn_only=warns)
 
 
 SHARED = ("warm_start.py", "multiprocessing.", "ray/", "pytest")

@@ -15,7 +15,7 @@ from pentad.engine.section import (
     OptimizerConfig,
 )
 from pentad.infer.section import SamplerSettings
-from pentad.rl.section import AlgorithmConfig, AlgorithmSettings
+from pentad.rl.section import AlgorithmConfig
 from pentad.rollout.environments import RolloutTokenizer
 from pentad.rollout.executor import Executor
 from pentad.rollout.replicas import Fleet
@@ -33,9 +33,9 @@ PLAIN = {
 RUN = {field.name for field in fields(EngineSettings)} - {"model"}
 
 
-def settings_for(name: str, **given: Any) -> AlgorithmSettings:
+def settings_for(name: str, **given: Any) -> AlgorithmConfig:
     """An algorithm with the keys of its block."""
-    return AlgorithmConfig(name=name, **given).settings
+    return AlgorithmConfig(name=name, **given)
 
 
 def sampler_settings(**given: Any) -> SamplerSettings:
@@ -58,7 +58,7 @@ def make_executor(
     rollout = RolloutConfig().model_copy(update=keys)
     patience = {
         name.removeprefix("replica_"): given.pop(name)
-        for name in ("replica_patience_s", "replica_backoff_s")
+        for name in ("replica_patience_s", "replica_backoff_s", "max_infra_retries")
         if name in given
     }
     fleet = Fleet(samplers, **patience)

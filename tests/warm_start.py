@@ -297,6 +297,8 @@ def serve(sock: socket.socket) -> tuple[dict, list[int]]:
             if time.monotonic() > until:
                 os._exit(1)
             time.sleep(0.001)
+        if job["own_session"]:
+            os.setsid()  # before the caller, as with Popen, may signal its session
         sock.send(b"here")
         sock.close()
         for number, handler in before.items():
@@ -309,8 +311,6 @@ def run(job: dict, fds: list[int]) -> None:
     import numpy
     import torch
 
-    if job["own_session"]:
-        os.setsid()
     place(fds, job["targets"])
     names = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
@@ -398,7 +398,8 @@ def writer(number: int, is_at_once: bool) -> io.TextIOWrapper:
 
 def rename(words: list[str]) -> None:
     """Puts the words where who lists processes finds them."""
-    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    with open("/proc/self/stat") as file:  # noqa: PTH123 (pathlib may be that of another system)
+        fields = file.read().rpartition(") ")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end
     shown = b"".join(word.encode() + b"\0" for word in words)[: end - start - 1]
     ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from pentad.cli.options import ConvertOptions
 from pentad.core.errors import Problem, UserError
 from pentad.core.folders import INFO, STATE, RecoveryPath, recovery_path, tensor_names
 from pentad.core.quantization import FLAG
@@ -27,16 +28,18 @@ from pentad.models.conversion import Conversion, Converted, check_apart, convert
 from pentad.models.conversion_files import OnProgress, check_target
 from pentad.models.towers import by_adapter_names
 from pentad.planner.hub import local_model
+from pentad.runtime.helper import HelperPool
 from pentad.weights.megatron.layout import RELEASE, FolderKind, checkpoint_name, find_weights
 from pentad.weights.merge import merge_folder
 from pentad.weights.peft import CONFIG as ADAPTER
 from pentad.weights.peft import is_adapter, read_adapter
 
 LOSS_WORTH_A_NOTE = 0.01
-VOCAB = "make_vocab_size_divisible_by"
-UNSET = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, VOCAB: 128}
-UNSET |= {"separate_layers": False, "dequantize": False}
-"""Defaults of options for other sources or formats; all other options default to None."""
+NOT_OF_RECOVERY = (
+    *("iteration", "release", "spec", "tp", "pp", "vpp", "ep", "etp", "config", "dequantize"),
+    *("separate_layers", "make_vocab_size_divisible_by"),
+)
+"""Options that do not apply to recovery checkpoints."""
 FORMATS: dict[str, FolderKind] = {
     "hf": "hf",
     "megatron": "torch_dist",
@@ -45,101 +48,86 @@ FORMATS: dict[str, FolderKind] = {
 }
 
 
-def run_convert(
-    source: str,
-    target: str,
-    *,
-    to: str | None,
-    iteration: int | None,
-    release: bool,
-    processes: int,
-    force: bool,
-    spec: str,
-    role: str | None = None,
-    tag: str = "actor",
-    merge: bool = False,
-    base: str | None = None,
-    **settings: Any,
-) -> None:
+def run_convert(given: ConvertOptions) -> None:
     """Converts SRC to DST, and prints the result."""
-    if merge or base is not None or is_adapter(source):
-        check_merge(source, to=to, merge=merge, dequantize=settings["dequantize"])
-        merge_adapter(source, target, base=base, dtype=settings["dtype"], force=force)
+    if given.merge or given.base is not None or is_adapter(given.source):
+        check_merge(given)
+        merge_adapter(given)
         return
-    source = local_model(source, f"SRC = {source}")
+    source = local_model(given.source, f"SRC = {given.source}")
     if recovery := recovery_path(Path(source)):
-        given = {"--iteration": iteration is not None, "--release": release, "--spec": spec != "te"}
-        _convert_recovery(recovery, Path(target), to, given, role, tag, force=force, **settings)
+        _convert_recovery(recovery, given)
         return
-    if role is not None or tag != "actor":
-        where = f"--role {role}" if role is not None else f"--tag {tag}"
+    role, spec, iteration = given.role, given.spec, given.iteration
+    if role is not None or given.tag != "actor":
+        where = f"--role {role}" if role is not None else f"--tag {given.tag}"
         rule = f"is for recovery checkpoints, and {source} is not one"
         raise UserError(Problem(where, rule, "leave it out"))
-    if iteration is not None and release:
+    if iteration is not None and given.release:
         rule = "each names a checkpoint, and one is converted"
         raise UserError(Problem(f"--iteration {iteration} --release", rule, "keep one of the two"))
-    if processes < 1:
-        raise UserError(Problem(f"--processes {processes}", "must be at least 1"))
+    if given.processes < 1:
+        raise UserError(Problem(f"--processes {given.processes}", "must be at least 1"))
     if spec not in ("te", "local"):
         raise UserError(Problem(f"--spec {spec}", "no such layer spec", "use te or local"))
-    name = RELEASE if release else checkpoint_name(iteration) if iteration is not None else None
+    name = checkpoint_name(iteration) if iteration is not None else None
+    name = RELEASE if given.release else name
     _, kind = find_weights(Path(source), name)
-    target_kind = _target_format(to, kind)
+    target_kind = _target_format(given.to, kind)
     if kind == target_kind == "hf" and name is not None:
-        where = "--release" if release else f"--iteration {iteration}"
-        rule = f"names a checkpoint of Megatron, and {source} and {target} are HF folders"
+        where = "--release" if given.release else f"--iteration {iteration}"
+        rule = f"names a checkpoint of Megatron, and {source} and {given.target} are HF folders"
         raise UserError(Problem(where, rule, "leave it out"))
     conversion = Conversion(
         source=source,
-        target=target,
+        target=given.target,
         to=target_kind,
+        tp=given.tp,
+        pp=given.pp,
+        vpp=given.vpp,
+        ep=given.ep,
+        etp=given.etp,
         checkpoint=name,
         iteration=iteration,
         spec="local" if spec == "local" else "te",
-        vocab_divisor=settings.pop(VOCAB),
-        **settings,
+        separate_layers=given.separate_layers,
+        dtype=given.dtype,
+        dequantize=given.dequantize,
+        vocab_divisor=given.make_vocab_size_divisible_by,
+        config=given.config,
+        model=given.model,
     )
     console = Console(stderr=True)
     with progress_bar(console) as report:
-        ended = convert(conversion, processes=processes, force=force, progress=report)
+        pool = HelperPool(given.processes) if given.processes > 1 else None
+        ended = convert(conversion, pool=pool, force=given.force, progress=report)
     out = Console(highlight=False, markup=False, soft_wrap=True)
     out.print(_last_line(ended))
     if ended.command_line:
         out.print(f"Megatron needs, besides --use-checkpoint-args: {ended.command_line}")
 
 
-def _convert_recovery(
-    given: RecoveryPath,
-    target: Path,
-    to: str | None,
-    options: dict[str, bool],
-    role: str | None,
-    tag: str,
-    *,
-    force: bool,
-    dtype: str | None,
-    model: str | None,
-    **settings: Any,
-) -> None:
+def _convert_recovery(recovery: RecoveryPath, given: ConvertOptions) -> None:
     """Converts a recovery checkpoint to an HF folder; other formats need a second conversion."""
     # Here, since it imports torch.distributed.checkpoint, which other conversions do not need.
     from pentad.checkpoint.restore import ACTOR, export_hf, find_recovery
 
-    unknown = [name for name, is_given in options.items() if is_given]
-    unknown += [
-        f"--{key.replace('_', '-')}" for key, value in settings.items() if value != UNSET.get(key)
-    ]
-    if to not in (None, "hf") or unknown:
-        where = f"--to {to}" if to not in (None, "hf") else unknown[0]
+    unset = {field.name: field.default for field in fields(given)}
+    unknown = [name for name in NOT_OF_RECOVERY if getattr(given, name) != unset[name]]
+    if given.to not in (None, "hf") or unknown:
+        is_kind = given.to not in (None, "hf")
+        where = f"--to {given.to}" if is_kind else f"--{unknown[0].replace('_', '-')}"
         rule = "a recovery checkpoint becomes a HF folder"
         raise UserError(Problem(where, rule, "leave it out, and convert that folder afterwards"))
-    check_target(target, force=force)
-    for folder in (given.root / INFO, *given.root.glob(f"*/{STATE}")):
+    target, tag = Path(given.target), given.tag
+    check_target(target, force=given.force)
+    for folder in (recovery.root / INFO, *recovery.root.glob(f"*/{STATE}")):
         check_apart(folder, target)
-    checkpoint = find_recovery(given)
+    checkpoint = find_recovery(recovery)
     begun = time.monotonic()
-    named = ACTOR if role == "actor" else role or given.role or ACTOR
-    counters = export_hf(checkpoint, target, role=named, tag=tag, dtype=dtype, model=model)
+    named = ACTOR if given.role == "actor" else given.role or recovery.role or ACTOR
+    kept = {"dtype": given.dtype, "model": given.model}
+    counters = export_hf(checkpoint, target, role=named, tag=tag, **kept)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     out = Console(highlight=False, markup=False, soft_wrap=True)
     what = f"{'actor' if named == ACTOR else named} after step {checkpoint.step + 1}"
@@ -151,35 +139,37 @@ def _convert_recovery(
         out.print(f"It has no tokenizer: the run took it from {known}; copy its files beside it")
 
 
-def check_merge(source: str, *, to: str | None, merge: bool, dequantize: bool) -> None:
+def check_merge(given: ConvertOptions) -> None:
     """Rejects merge options if SRC is not an adapter, and an adapter without merge options."""
+    source = given.source
     if not is_adapter(source):
         rule = f"is for adapters, and {source} has no {ADAPTER}"
         raise UserError(Problem("--merge or --base", rule, "give the PEFT folder as SRC"))
-    if not merge:
+    if not given.merge:
         rule = "is an adapter, without full weights to convert"
         remedy = "merge it into its base with --merge, or serve it as it is"
         raise UserError(Problem(source, rule, remedy))
-    if to not in (None, "hf"):
+    if given.to not in (None, "hf"):
         rule = "an adapter is merged into a HF folder"
-        raise UserError(Problem(f"--to {to}", rule, "leave it out, and convert that afterwards"))
-    if dequantize:
+        raise UserError(
+            Problem(f"--to {given.to}", rule, "leave it out, and convert that afterwards")
+        )
+    if given.dequantize:
         rule = "an adapter is merged into 16-bit weights"
         remedy = f"convert the base with {FLAG} --to hf, and name that folder with --base"
         raise UserError(Problem(FLAG, rule, remedy))
 
 
-def merge_adapter(
-    source: str, target: str, *, base: str | None, dtype: str | None, force: bool
-) -> None:
+def merge_adapter(given: ConvertOptions) -> None:
     """Writes the base with the adapter merged, and prints the rounding loss."""
+    source, target = given.source, given.target
     adapter = read_adapter(source)
-    model = base or adapter.base
+    model = given.base or adapter.base
     model = local_model(model, f"{source}: its base, {model}") if model else ""
     if not Path(model).is_dir() or not model:
         rule = f"its base, {model or 'which its config does not name'}, is not a folder here"
         raise UserError(Problem(source, rule, "name the folder with --base"))
-    check_target(Path(target), force=force)
+    check_target(Path(target), force=given.force)
     for folder in (source, model):
         check_apart(Path(folder), Path(target))
     if found := quantization(model):
@@ -188,7 +178,7 @@ def merge_adapter(
         raise UserError(Problem(f"base = {model}", rule, remedy))
     begun = time.monotonic()
     names = by_adapter_names(model, {name: name for name in tensor_names(Path(model))})
-    loss = merge_folder(model, adapter, target, dtype, source, names)
+    loss = merge_folder(model, adapter, target, given.dtype, source, names)
     out = Console(highlight=False, markup=False, soft_wrap=True)
     out.print(f"{target}: written ({source} in {model}; {time.monotonic() - begun:.1f} s)")
     out.print(f"{loss}")

@@ -26,17 +26,6 @@ OVERRIDE = re.compile(r"\+*[A-Za-z_][\w.]*=", re.ASCII)
 MODES = {"colocate": "colocate", "hybrid": "hybrid", "fully_async": "async"}
 """Switch -> value of the key `mode`."""
 
-AdapterOption = Annotated[
-    str | None, typer.Option("--adapter", help="PEFT folder, unmerged beside the model's weights.")
-]
-DequantizeOption = Annotated[
-    bool, typer.Option("--dequantize", help="Read quantised weights (fp8, MXFP4) as 16-bit ones.")
-]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
-Figures = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
-Findings = Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")]
-"""Options that several commands share."""
-
 
 @dataclass(frozen=True, slots=True)
 class Switch:

@@ -10,16 +10,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 import yaml
 
+from pentad.cli.options import ServeOptions
 from pentad.core.device import dtype_of, dtype_problems, pick_device
 from pentad.core.errors import Problem, UserError, raise_problems
 from pentad.core.quantization import flag_problems, quantization_of
@@ -30,7 +28,7 @@ from pentad.models.families import read_config, register
 from pentad.models.registry import dims_to_sample
 from pentad.planner.hub import local_model
 from pentad.trainer.inputs import vocabulary_problems
-from pentad.weights.peft import Adapter, read_adapter
+from pentad.weights.peft import read_adapter
 
 try:
     from pentad.rollout.section import RolloutConfig
@@ -74,71 +72,32 @@ class Seldom(logging.Filter):
         return count < self.MOST
 
 
-def run_serve(
-    model: str,
-    *,
-    host: str,
-    port: int,
-    name: str | None,
-    device: str,
-    dtype: str,
-    max_running: int,
-    max_context: int | None,
-    kv_cache_gb: float | None,
-    max_requests: int,
-    max_body_mb: float,
-    max_chars: int,
-    max_connections: int,
-    api_key: str | None,
-    allow_host: Sequence[str] | None,
-    drain_s: float,
-    model_files: Sequence[str] | None,
-    adapter: str | None = None,
-    dequantize: bool = False,
-    template_args: str | None = None,
-) -> None:
+def run_serve(given: ServeOptions) -> None:
     handler = logging.StreamHandler()  # the filter applies only to it
     handler.addFilter(Seldom())
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[handler]
     )
-    check_key_given(api_key)
+    check_key_given(given.api_key)
     raise_file_limit()
     transformers.utils.logging.disable_progress_bar()
-    for path in model_files or ():
+    for path in given.model_files or ():
         register(path)
-    name = name or Path(adapter or model).resolve().name.partition("@")[0]
-    model = local_model(model, f"model = {model}")
-    if (Path(model) / "config.json").is_file():  # its absence is reported below
-        found = quantization_of(read_config(model))
-        raise_problems(flag_problems(f"model = {model}", found, dequantize=dequantize))
-    given = read_template_args(template_args)
-    tokenizer = load_tokenizer(model, key="model", template_args=given)
-    tokens = max(8192, max_running)
-    rollout = RolloutConfig(
-        max_running=max_running, max_batch_tokens=tokens, kv_cache_gb=kv_cache_gb
-    )
-    settings = SamplerSettings(rollout=rollout, max_context=max_context, keep_prefixes=True)
-    sampler = load_sampler(
-        *(model, tokenizer, pick_device(device), dtype, settings),
-        adapter=None if adapter is None else read_adapter(adapter),
-        dequantize=dequantize,
-    )
-    listener = bind(host, port)
-    service = Service(sampler, tokenizer, name)
+    name = given.name or Path(given.adapter or given.model).resolve().name.partition("@")[0]
+    service = Service(*open_sampler(given), name)
+    listener = bind(given.host, given.port)
     is_loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     limits = ServeLimits(
-        max_requests=max_requests,
-        max_body_bytes=int(max_body_mb * 2**20),
-        max_chars=max_chars,
-        max_client_connections=max_connections,
+        max_requests=given.max_requests,
+        max_body_bytes=int(given.max_body_mb * 2**20),
+        max_chars=given.max_chars,
+        max_client_connections=given.max_connections,
+        client_share=1.0 if is_loopback else CLIENT_SHARE,
     )
-    limits = limits if is_loopback else replace(limits, client_share=CLIENT_SHARE)
     endpoints = Endpoints(service, limits)
-    guard = Guard(
-        endpoints.app(), api_key=api_key, is_loopback=is_loopback, hosts=[host, *(allow_host or ())]
-    )
-    asyncio.run(until_signal(endpoints, guard, listener, drain_s))
+    hosts = [given.host, *(given.allow_host or ())]
+    guard = Guard(endpoints.app(), api_key=given.api_key, is_loopback=is_loopback, hosts=hosts)
+    asyncio.run(until_signal(endpoints, guard, listener, given.drain_s))
     if service.text_work.num_running:  # the interpreter's exit would wait for them
         with suppress(BrokenPipeError):
             sys.stdout.flush()
@@ -157,28 +116,31 @@ def read_template_args(text: str | None) -> dict[str, Any]:
     return found
 
 
-def load_sampler(
-    model: str,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    dtype: str,
-    settings: SamplerSettings,
-    *,
-    adapter: Adapter | None = None,
-    dequantize: bool = False,
-) -> EmbeddedSampler:
+def open_sampler(given: ServeOptions) -> tuple[EmbeddedSampler, Tokenizer]:
+    model = local_model(given.model, f"model = {given.model}")
+    if (Path(model) / "config.json").is_file():  # its absence is reported below
+        found = quantization_of(read_config(model))
+        raise_problems(flag_problems(f"model = {model}", found, dequantize=given.dequantize))
+    template_args = read_template_args(given.template_args)
+    tokenizer = load_tokenizer(model, key="model", template_args=template_args)
+    device = pick_device(given.device)
     problems = vocabulary_problems(model, dims_to_sample(model), tokenizer, key="model")
-    problems += dtype_problems("--dtype", dtype)
-    raise_problems(problems)
-    return EmbeddedSampler.from_folder(
-        model,
-        settings,
-        device=device,
-        dtype=dtype_of(dtype, device),
-        decode=lambda ids: tokenizer.decode(ids, keep_special=True),
-        adapter=adapter,
-        dequantize=dequantize,
+    raise_problems([*problems, *dtype_problems("--dtype", given.dtype)])
+    rollout = RolloutConfig(
+        max_running=given.max_running,
+        max_batch_tokens=max(8192, given.max_running),
+        kv_cache_gb=given.kv_cache_gb,
     )
+    sampler = EmbeddedSampler.from_folder(
+        model,
+        SamplerSettings(rollout=rollout, max_context=given.max_context, keep_prefixes=True),
+        device=device,
+        dtype=dtype_of(given.dtype, device),
+        decode=lambda ids: tokenizer.decode(ids, keep_special=True),
+        adapter=None if given.adapter is None else read_adapter(given.adapter),
+        dequantize=given.dequantize,
+    )
+    return sampler, tokenizer
 
 
 def check_key_given(api_key: str | None) -> None:

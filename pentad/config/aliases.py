@@ -68,8 +68,8 @@ def config_from_record(values: Mapping[str, Any]) -> Config:
 
 
 def _kl_switch(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
-    use, algorithm = recipe.use_kl_loss, recipe.algorithm
-    coef, place, where = algorithm.kl_coef, algorithm.kl_in, f"use_kl_loss = {show(use)}"
+    use, given = recipe.use_kl_loss, recipe.algorithm.given
+    coef, place, where = given.get("kl_coef"), given.get("kl_in"), f"use_kl_loss = {show(use)}"
     if use and coef == 0:
         yield Problem(where, "algorithm.kl_coef = 0 switches it off", "leave one of the two out")
     elif use and place == "reward":
@@ -82,12 +82,12 @@ def _kl_switch(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
         yield KeySet("algorithm.kl_in", "loss", where)
     if use and coef is None:
         yield KeySet("algorithm.kl_coef", DEFAULT_KL_COEF, where)
-    if use is False and coef is None and algorithm.settings.kl_in == "loss":
+    if use is False and coef is None and recipe.algorithm.kl_in == "loss":
         yield KeySet("algorithm.kl_coef", 0.0, where)
 
 
 def _tis_switch(recipe: RecipeConfig, _: bool) -> Iterator[KeySet | Problem]:
-    use, correction = recipe.use_tis, recipe.algorithm.correction
+    use, correction = recipe.use_tis, recipe.algorithm.given.get("correction")
     where = f"use_tis = {show(use)}"
     if use is not None and correction is None:
         yield KeySet("algorithm.correction", "tis" if use else "none", where)

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from pentad.config.schema import Config, RecipeConfig
 from pentad.core.errors import visible
-from pentad.core.section import MAX_INT, Section, bounds_of, leaves
+from pentad.core.section import MAX_INT, NULL, Section, bounds_of, leaves
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -49,7 +49,8 @@ def text_keys() -> frozenset[str]:
 
 def takes(field: FieldInfo) -> str:
     """The values of a key, in words. Example: "an integer of at least 1 or null"."""
-    return join_or(_alternatives(field.annotation, field.metadata))
+    null = ["null"] if NULL in field.metadata else []
+    return join_or(_alternatives(field.annotation, field.metadata) + null)
 
 
 def choices(field: FieldInfo) -> list[str]:

@@ -186,7 +186,7 @@ def _expand_homes(draft: _Draft) -> None:
 
 def _choose_recovery(draft: _Draft) -> None:
     recover = draft.config.recover
-    if recover.is_on and not (recover.freq_epochs or recover.freq_steps or recover.freq_secs):
+    if recover.is_on and not recover.is_periodic:
         for key, value in DEFAULT_RECOVERY.items():
             draft.set(key, value)
 
@@ -262,7 +262,7 @@ def _choose_offloading(draft: _Draft) -> None:
 
 def _choose_correction(draft: _Draft) -> None:
     algorithm = draft.config.algorithm
-    if algorithm.correction is not None:
+    if "correction" in algorithm.given:
         return
     if algorithm.decoupled:
         draft.set("algorithm.correction", "tis", "decoupled = true")
@@ -272,7 +272,7 @@ def _choose_correction(draft: _Draft) -> None:
         if kind == "sampler_ratio" and has_details and "correction" not in algorithm.facts.defaults:
             kind = "tis"
         draft.set("algorithm.correction", kind, f"{asked}, and algorithm.name = {algorithm.name}")
-        if level is not None and algorithm.correction_level is None:
+        if level is not None and "correction_level" not in algorithm.given:
             draft.set("algorithm.correction_level", level, f"the ratio of {algorithm.name}")
 
 

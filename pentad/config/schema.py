@@ -368,12 +368,11 @@ class Config(Section):
 
     @property
     def frozen_models(self) -> tuple[str, ...]:
-        """The frozen models of `SCORERS` that the algorithm needs."""
-        needed = {
-            "ref": self.algorithm.kl_coef if self.preference is None else not self.trains_reward,
-            "teacher": self.algorithm.facts.needs_teacher,
-        }
-        return tuple(role for role in SCORERS if needed[role])
+        """The frozen models of `SCORERS` that the algorithm, or the loss of preferences, needs."""
+        needed = self.algorithm.needs_tags
+        if self.preference is not None:
+            needed = needed - {"ref"} if self.trains_reward else needed | {"ref"}
+        return tuple(role for role in SCORERS if role in needed)
 
     @property
     def checkpoint_root(self) -> str:

@@ -109,8 +109,7 @@ class Topology:
 
     @cached_property
     def is_learner_apart(self) -> bool:
-        """Whether training ranks are separate processes from the scheduler (torchrun's are not
-        counted)."""
+        """Whether training ranks are separate processes from the scheduler."""
         rollout, actor = self.written.find("rollout"), self.written.find("actor")
         scheduler = self.config.scheduler
         if (actor and actor.world > 1) or scheduler.type == "ray":
@@ -189,6 +188,25 @@ class Topology:
         shares = self.shares_gpus and not is_short
         return "ipc" if is_here and is_one and shares else "shm"
 
+    @property
+    def shares_base(self) -> bool:
+        """Whether embedded samplers use the learner's memory of the frozen weights of an adapter:
+        in its process, or in others on its GPU or on its machine without GPUs. Others have a
+        copy."""
+        rollout, actor = self.allocation.find("rollout"), self.allocation.find("actor")
+        if self.config.actor.lora is None or rollout is None or rollout.backend != "embedded":
+            return False
+        # Several ranks have shards; transformers' layers have other names than a sampler's.
+        if actor is None or actor.backend != "archon" or actor.world > 1:
+            return False
+        if self.is_one_process:
+            return True
+        if self.config.scheduler.type == "ray" or self.facts.is_spread:
+            return False
+        if self.facts.kind == "cpu":
+            return hasattr(os, "memfd_create")
+        return rollout.world == 1 and self.shares_gpus  # the copy of A beside them is one sampler's
+
     # Machines.
 
     @property
@@ -234,7 +252,7 @@ class Topology:
             wanted = [position for position in chunk if position >= world]
             if not wanted:
                 continue
-            # Agents start samplers on any machine; scorers are threads of the first.
+            # Agents start samplers on any machine; scorers run on the first.
             samples = any(part.role == "rollout" for part in group)
             size, nodes = len(wanted), range(self.num_nodes if samples else 1)
             node = next((n for n in nodes if beside is None or used[n] + size <= beside), None)
@@ -349,8 +367,12 @@ class _Drawing:
     def processes(self) -> list[RunProcess]:
         placed, config = self.placed, self.config
         learners, samplers, judges = self.learners, self.samplers, self.scorers
-        is_alone = placed.is_learner_apart and (config.cluster.n_nodes == 1 or self.is_ray)
-        if not learners or is_alone:
+        is_launched = config.cluster.n_nodes > 1 and not self.is_ray
+        is_alone = len(learners) > 1 if is_launched else placed.is_learner_apart
+        if is_alone and is_launched:
+            lead = RunProcess(name="scheduler", runs=("scheduler",), started_by="torchrun")
+            trainers = [lead, replace(learners[0], started_by="pentad"), *learners[1:]]
+        elif not learners or is_alone:
             trainers = [RunProcess(name="scheduler", runs=("scheduler",)), *learners]
         else:
             lead = replace(learners[0], runs=("scheduler", *learners[0].runs))

@@ -12,18 +12,6 @@ OptionalGroup = dist.ProcessGroup | None
 """A process group with a backend for CPU tensors; None: the default group."""
 
 
-def broadcast_value(value: Any, group: OptionalGroup) -> Any:
-    """Returns rank 0's value on every rank of the group; other ranks pass None."""
-    is_source = dist.get_rank(group) == 0
-    data = _packed(value) if is_source else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
-    dist.broadcast(size, group=group, group_src=0)
-    if not is_source:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, group=group, group_src=0)
-    return value if is_source else _unpacked(data)
-
-
 def gather_values(value: Any, group: OptionalGroup = None) -> list[Any]:
     """Returns the values of all ranks, in rank order, on every rank."""
     data, world = _packed(value), dist.get_world_size(group)

@@ -22,7 +22,9 @@ from typing import Literal
 
 from pentad.core.errors import Problem, UserError, raise_problems
 
-INFERENCE = ("embedded", "vllm", "sglang")
+SERVERS = ("vllm", "sglang")
+"""Servers that sample for a run, by their command."""
+INFERENCE = ("embedded", *SERVERS)
 Backend = Literal["archon", "fsdp", "megatron"]
 TRAINING: tuple[Backend, ...] = ("archon", "fsdp", "megatron")
 AXES = {

@@ -42,6 +42,10 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 DType = Literal["float32", "bfloat16", "float64"]
+NULL = "null"
+"""Mark of a key for which a recipe may have null, and whose value is never null in the section."""
+OrDefault = Annotated[T, NULL]
+"""Type of a key with the mark; the section replaces null by the default."""
 
 
 class Section(BaseModel):

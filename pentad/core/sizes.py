@@ -28,6 +28,10 @@ DIGEST_BYTES = 64
 
 MICROBATCH_TOKENS = {"cuda": 32768, "cpu": 4096}
 """Tokens in flight if mb_spec.max_tokens_per_mb is unset: one microbatch without a pipeline."""
+HOST_BOUND_FLOPS = 2e12
+"""FLOPs of a layer's training pass over a microbatch below which launching its kernels takes longer
+than running them: on an H200 a layer takes about 4 ms of the host, in which the GPU computes 2e12
+FLOPs."""
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Memory for the logits of one chunk, their exponentials and their gradient, by device type."""
 LOGIT_COPIES = 3

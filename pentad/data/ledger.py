@@ -115,15 +115,6 @@ class Ledger:
         self.num_sampled -= 1
         return True
 
-    def fail(self, gid: int, attempt: int) -> bool:
-        """Records a failed attempt: the group is planned again. False if the attempt was over."""
-        self._check_begun(gid, attempt, "fail")
-        entry = self._live.get(gid)
-        if entry is None or attempt < entry.num_attempts - 1 or entry.state == "planned":
-            return False
-        self._expect(gid, "fail", "running").state = "planned"
-        return True
-
     def carry(self, gid: int, attempt: int) -> None:
         """Records that the attempt was aborted; it continues later as the same attempt."""
         entry = self._expect(gid, "carry", "running")

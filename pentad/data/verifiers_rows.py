@@ -50,10 +50,10 @@ def interpreter(spec: str, where: str) -> str:
     return str(python)
 
 
-def command_of(spec: str, where: str, last: str) -> list[str]:
-    """The command line of the worker, with `last` as its last argument."""
+def command_of(spec: str, where: str) -> list[str]:
+    """The command line of the worker, without its last arguments."""
     python = interpreter(spec, where)
-    return [python, "-P", str(WORKER), json.dumps(settings_of(spec, where)), last]
+    return [python, "-P", str(WORKER), json.dumps(settings_of(spec, where))]
 
 
 def environment_of(command: list[str]) -> dict[str, str]:
@@ -94,7 +94,7 @@ class VerifiersRows(MadeRows):
     """Rows with `prompt` and `verifiers`, the task as JSON."""
 
     def __init__(self, path: str, *, limit: int | None, where: str) -> None:
-        command = command_of(path, where, "rows")
+        command = [*command_of(path, where), "rows"]
         try:
             done = subprocess.run(
                 command,

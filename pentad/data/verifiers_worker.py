@@ -1,12 +1,13 @@
 """Tasks and episodes of the package verifiers; runs in its environment, without Pentad.
 
 python -P verifiers_worker.py SETTINGS rows      prints the tasks as one JSON list
-python -P verifiers_worker.py SETTINGS FD        plays episodes that are asked for at that socket
+python -P verifiers_worker.py SETTINGS FD PID    plays episodes that are asked for at that socket
 
-SETTINGS is JSON: `id` and the options that `verifiers_rows.py` parses from the name. The worker
-first writes a JSON line to the socket: `ready`, or an `error`. Then it serves calls of a
-`pentad.runtime.wire.Connection` with `task`, `base_url`, `api_key` and `model`, and answers with
-`rewards` or `error`. The harness of verifiers calls the policy at `base_url`, like any server.
+SETTINGS is JSON: `id` and the options that `verifiers_rows.py` parses from the name. The worker is
+the other end of a `pentad.runtime.wire.Connection`: it sends the event `ready`, which has an
+`error` if loading failed, and serves calls with `task`, `base_url`, `api_key` and `model`, which it
+answers with `rewards` or `error`. The harness of verifiers calls the policy at `base_url`, like any
+server.
 """
 
 from __future__ import annotations
@@ -88,6 +89,11 @@ async def play(environment: Any, number: int, asked: dict[str, Any]) -> dict[str
     return {"rewards": {name: reward.value for name, reward in traces[0].rewards.items()}}
 
 
+def frame(item: str) -> bytes:
+    items = f"[{item}]".encode()
+    return SIZES.pack(len(TABLE), len(items), 0) + TABLE + items
+
+
 class EpisodeServer:
     def __init__(self, environment: Any, writer: asyncio.StreamWriter) -> None:
         self.environment = environment
@@ -101,13 +107,12 @@ class EpisodeServer:
             said = json.dumps({"error": f"{type(error).__name__}: {error}"})
         finally:
             del self.episodes[number]
-        items = f'[{{"answer": {number}, "value": {said}}}]'.encode()
-        self.writer.write(SIZES.pack(len(TABLE), len(items), 0) + TABLE + items)
+        self.writer.write(frame(f'{{"answer": {number}, "value": {said}}}'))
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Serves calls until the other end closes the connection."""
         async with self.environment.serving():
-            self.writer.write(b'{"ready": true}\n')
+            self.writer.write(frame('{"event": "ready", "value": {}}'))
             with suppress(EOFError):
                 while True:
                     sizes = SIZES.unpack(await reader.readexactly(SIZES.size))
@@ -133,7 +138,8 @@ async def serve(settings: dict[str, Any], connection: socket.socket) -> None:
     try:
         environment = load(settings)
     except Exception as error:
-        writer.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        said = {"error": f"{type(error).__name__}: {error}"}
+        writer.write(frame(json.dumps({"event": "ready", "value": said})))
         await writer.drain()
         return
     await EpisodeServer(environment, writer).serve(reader)

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError
+from pentad.core.flat_rows import FlatRows, has_column, join_column, join_ids, lengths_of
 from pentad.core.types import Row
+from pentad.engine.buckets import TokenBucket, fill_bucket, has_bucket
 from pentad.ops.tree import Copies, TreePlan, plan_tree, send, spread
 from pentad.parallel.collectives import sum_ranks
 from pentad.parallel.mesh import ALONE, Axis
@@ -95,6 +98,10 @@ class PackedRows:
     routes_TLk: Tensor | None = None
     """The experts of each token in each MoE layer, if the rows have them."""
     tree: RowTree | None = None
+    bucket: TokenBucket | None = None
+    """The sizes to which the microbatch is padded, if passes of these sizes may be captured."""
+    num_given: int = 0
+    """Number of tokens without the padding of the bucket, which comes last."""
 
     @property
     def num_tokens(self) -> int:
@@ -115,7 +122,9 @@ class RowTree:
 
 def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> None:
     """Raises for the first invalid row and names it, which is not possible after packing."""
-    for i, row in enumerate(rows):
+    is_flat = isinstance(rows, FlatRows) and all(rows.lengths)
+    is_sound = is_flat and all(has_column(rows, name) for name in columns)
+    for i, row in () if is_sound else enumerate(rows):
         if row.ids.ndim != 1 or row.ids.numel() == 0:
             raise RunError(f"row {i} has ids of shape {tuple(row.ids.shape)}, expected [L], L > 0")
         for name in columns:
@@ -128,7 +137,7 @@ def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> 
                     f"row {i}: column {name} has shape {shape} for {row.ids.numel()} ids"
                 )
     if rows:
-        ids = torch.cat([row.ids for row in rows])
+        ids = join_ids(rows)
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
@@ -138,6 +147,8 @@ def check_rows(rows: Sequence[Row], columns: Sequence[str], vocab_size: int) -> 
 
 def check_routes(rows: Sequence[Row], dims: ModelDims) -> None:
     """Checks that all rows or none have routes, and that the model has these experts."""
+    if isinstance(rows, FlatRows):
+        return
     num_given = sum(row.routes is not None for row in rows)
     if num_given == 0:
         return
@@ -180,29 +191,32 @@ def pack_rows(
     at_least: int = 1,
     cp: Axis = ALONE,
     shared: Sequence[int] = (),
+    buckets: bool = False,
 ) -> PackedRows:
     """Packs one microbatch, padded by `fill_up`, and returns the share of this cp rank. `shared`:
-    number of first tokens that each row has in common with others of its group."""
-    lengths = fill_up([row.ids.numel() for row in rows], multiple, at_least)
+    number of first tokens that each row has in common with others of its group. `buckets`: also
+    pads to one of few sizes, unless rows share tokens or attention has a kernel for their length.
+    """
+    given = lengths_of(rows)
+    lengths = fill_up(given, multiple, at_least)
+    bucket, num_given = None, sum(lengths)
+    if buckets and not any(shared) and has_bucket(lengths):
+        lengths, bucket = fill_bucket(lengths)
     length_S = np.asarray(lengths, dtype=np.int64)
     ends_S = np.cumsum(length_S)
-    num_tokens, num_real = int(ends_S[-1]), sum(row.ids.numel() for row in rows)
+    num_tokens, num_real = int(ends_S[-1]), sum(given)
     positions_T = torch.from_numpy(np.arange(num_tokens) - np.repeat(ends_S - length_S, length_S))
     last_S = torch.from_numpy(ends_S - 1)
 
-    def pack(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        if num_tokens > num_real:
-            parts = [*parts, torch.zeros(num_tokens - num_real, dtype=dtype)]
-        return torch.cat(parts)
+    def pad(x_T: Tensor) -> Tensor:
+        return F.pad(x_T, (0, num_tokens - num_real))
 
-    ids_T = pack([row.ids for row in rows], torch.int64)
+    ids_T = pad(join_ids(rows))
     labels_T = shift_in(ids_T, last_S, NO_LABEL)
     labels_T[num_real:] = NO_LABEL
-    flat = {
-        name: shift_in(pack([row.columns[name] for row in rows], torch.float32), last_S)
-        for name in columns
-    }
-    routes = [row.routes for row in rows if row.routes is not None]
+    flat = {name: shift_in(pad(join_column(rows, name)), last_S) for name in columns}
+    is_flat = isinstance(rows, FlatRows)
+    routes = [] if is_flat else [row.routes for row in rows if row.routes is not None]
     routes_TLk = None
     if routes:
         filling = torch.arange(routes[0].shape[2]).expand(
@@ -238,6 +252,8 @@ def pack_rows(
         num_real=min(max(num_real - cp.rank * here, 0), here),
         routes_TLk=None if routes_TLk is None else deal(routes_TLk),
         tree=tree,
+        bucket=bucket,
+        num_given=num_given // cp.size,
     )
 
 

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor
 
 from pentad.core.device import DTYPES
-from pentad.core.errors import RunError, raise_problems
+from pentad.core.errors import Problem, RunError, raise_problems
 from pentad.core.faults import hit
 from pentad.core.fit import check_fit, no_tree
+from pentad.core.flat_rows import FlatRows, lengths_of, select
 from pentad.core.layout import Backend, Layout
 from pentad.core.roles import NamedTensors, NativeWeights
 from pentad.core.types import Accumulated, Loss, Row, StepResult
 from pentad.engine.batch import PackedRows, check_routes, check_rows, pack_rows
 from pentad.engine.explain import explain
 from pentad.engine.frozen import BASE, FrozenBase, restored_tags
+from pentad.engine.graphs import CudaRecorder
 from pentad.engine.held import HeldModel, check_balance, decoder_maker
 from pentad.engine.optim import FusedAdamW, OpenStep, WholeGradient, compute_lr, optimizer_state
 from pentad.engine.outputs import add_up, check_agreement, per_row, routes_per_row
@@ -40,8 +42,9 @@ from pentad.engine.packing import (
     plan_call,
     sequence_cost,
 )
+from pentad.engine.passes import WholePasses
 from pentad.engine.predictor import Predicted
-from pentad.engine.section import EngineSettings
+from pentad.engine.section import EngineSettings, captures, no_graphs
 from pentad.engine.state import (
     model_digest,
     present_all,
@@ -64,6 +67,7 @@ from pentad.parallel.gradients import global_square
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
+from pentad.weights.blocks import iter_whole
 from pentad.weights.boxes import box_of
 from pentad.weights.hf import Carried, FolderPlan
 from pentad.weights.map import WeightMap
@@ -103,6 +107,9 @@ def build_engine(
         dims = dims_of(source)
         check_fit(layout, dims)
         check_balance(settings.model.archon, dims)
+        if device.type == "cuda" and settings.model.archon.cuda_graphs is True:
+            why = no_graphs(settings, dims, layout, backend)
+            raise_problems([Problem("archon.cuda_graphs = true", why, "use auto")] if why else [])
     meshes = build_meshes(layout, device)
     with explain("loading", settings.model):
         held = _build_held(source, settings, meshes, backend, value_head)
@@ -183,6 +190,12 @@ class Engine:
             make_deterministic()
         self.passes = held.passes(settings)
         self.parameters, self.cuts = held.parameters, held.cuts
+        layout, device = meshes.layout, self.device.type
+        if settings.total_steps and captures(settings, self.dims, layout, backend, device):
+            assert isinstance(self.passes, WholePasses), "one rank runs whole passes"
+            is_required = settings.model.archon.cuda_graphs is True
+            recorder = CudaRecorder(self.device)
+            self.passes.capture(self.parameters.values(), recorder, is_required=is_required)
         self.tensors = held.memory()
         self.boxes: dict[str, Box] = {}
         """Position of this rank's shards in the whole tensors; computed at the first publish."""
@@ -248,7 +261,12 @@ class Engine:
         return predicted, plan
 
     def _planned(
-        self, rows: Sequence[Row], columns: Sequence[str] = (), *, shares: bool = True
+        self,
+        rows: Sequence[Row],
+        columns: Sequence[str] = (),
+        *,
+        shares: bool = True,
+        buckets: bool = False,
     ) -> tuple[MicrobatchPlan, list[RowBundle] | None, Iterator[PackedRows]]:
         """Returns the rows of each data-parallel rank, without microbatches that are empty on all
         of them; the bundles of rows whose common prefix is computed once, if it `shares` any; and
@@ -257,13 +275,14 @@ class Engine:
         check_routes(rows, self.dims)
         check_agreement(rows, self.meshes)
         bundles = find_bundles(rows) if shares and self.makes_trees else None
-        lengths = [row.ids.numel() for row in rows]
+        lengths = lengths_of(rows)
         pipeline, layout = self.held.pipeline, self.meshes.layout
         take = pipeline.take if pipeline is not None else None
-        plan = plan_call(lengths, self.cost, self.settings, layout.dp, take, bundles)
+        given = lengths, self.cost, self.settings, layout.dp, take, bundles
+        plan = plan_call(*given, is_alone=not self.held.whole.packs_rows)
         at = self.meshes.coords
         mine = plan[at.dp_replicate * layout.dp_shard + at.dp_shard]
-        return plan, bundles, self._packed(rows, mine, columns, bundles)
+        return plan, bundles, self._packed(rows, mine, columns, bundles, buckets)
 
     def _packed(
         self,
@@ -271,18 +290,20 @@ class Engine:
         microbatches: Sequence[Sequence[int]],
         columns: Sequence[str],
         bundles: Sequence[RowBundle] | None,
+        buckets: bool,
     ) -> Iterator[PackedRows]:
         shared = {row: bundle.shared for bundle in bundles or () for row in bundle.rows}
         for indices in microbatches:
             pulse()
             yield pack_rows(
-                [rows[i] for i in indices],
+                select(rows, indices),
                 columns,
                 self.device,
                 multiple=self.meshes.token_multiple,
                 at_least=self.settings.model.min_tokens_per_mb,
                 cp=self.meshes.cp,
                 shared=[shared.get(i, 0) for i in indices],
+                buckets=buckets,
             )
 
     # Training
@@ -309,9 +330,11 @@ class Engine:
         self._require_actor("a gradient")
         if step.whole is not None:
             raise RunError("accumulate was called after the call with last=True; begin a new step")
-        plan, bundles, microbatches = self._planned(rows, loss.columns)
-        count = math.fsum(row.count for row in rows)
-        num_tokens = sum(row.ids.numel() for row in rows)
+        graphs = self.passes.graphs
+        is_captured = graphs is not None and graphs.is_on
+        plan, bundles, microbatches = self._planned(rows, loss.columns, buckets=is_captured)
+        counts = rows.counts if isinstance(rows, FlatRows) else [row.count for row in rows]
+        count, num_tokens = math.fsum(counts), sum(lengths_of(rows))
         for decoder in self.held.decoders:
             scale_losses(decoder, count / max(num_tokens, 1))
         with self.meter.counting():
@@ -392,6 +415,8 @@ class Engine:
         if self.is_offloaded:
             return
         self.held.rest()
+        if self.passes.graphs is not None:  # weights would return to other addresses
+            self.passes.graphs.release()
         states = self.optimizer.state.values() if self.optimizer else ()
         moments = [tensor for state in states for tensor in state.values()]
         frozen = self.base.to_offload() if self.base is not None else []
@@ -441,13 +466,12 @@ class Engine:
         self.tags.load(tag, write)
 
     def iter_weights(self) -> NamedTensors:
-        """Yields whole tensors on every rank, gathered one at a time: all ranks must iterate to the
-        end. If one rank of archon has all weights, they also have native names, without copies."""
+        """Returns `weight_shards` as whole tensors, on every rank; several ranks join them one at a
+        time, and must iterate to the end. If one rank of archon has all weights, its shards are the
+        native weights of a sampler, without copies."""
         if not self._is_lendable:
-            return self._gathered()
-        self._require_actor("handing out weights")
-        native = {name: tensor.detach() for name, tensor in self.tensors.items()}
-        return NativeWeights(native, *self._native_kinds, self._gathered)
+            return self._whole_weights()
+        return NativeWeights(self._memory(), *self._native_kinds, self._whole_weights)
 
     @cached_property
     def _native_kinds(self) -> tuple[dict[str, torch.dtype], int]:
@@ -458,24 +482,28 @@ class Engine:
             dtypes |= native_dtypes(sources, self._publish_dtype)
         return dtypes, len(sources)
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        self.onload()
-        for name, tensor in self.held.iter_hf(self._publish_dtype):
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        shards, meshes = self.weight_shards(), self.meshes
+        for pair in iter_whole(shards, *self.published(), meshes.world.group, meshes.device):
             pulse()
             # Checked each time: the weights may be exchanged while a generator is consumed.
             self.tags.require_actor("handing out weights")
-            yield name, tensor
+            yield pair
 
     def weight_shards(self) -> dict[str, Shard]:
         """Returns this rank's memory of the weights, by native name; not copies."""
-        self._require_actor("handing out weights")
+        memory = self._memory()
         self.held.rest()
         if not self.boxes:
             self.boxes = {
                 name: box_of(self.cuts[name].present(tensor) if name in self.cuts else tensor)
                 for name, tensor in self.tensors.items()
             }
-        return {name: Shard(x.detach(), self.boxes[name]) for name, x in self.tensors.items()}
+        return {name: Shard(tensor, self.boxes[name]) for name, tensor in memory.items()}
+
+    def _memory(self) -> dict[str, Tensor]:
+        self._require_actor("handing out weights")
+        return {name: tensor.detach() for name, tensor in self.tensors.items()}
 
     def published(self) -> tuple[WeightMap, dict[str, TensorInfo]]:
         """Returns the map of published weights, and name, shape and dtype of each tensor."""
@@ -488,7 +516,7 @@ class Engine:
         assert self.base is not None, "all weights are trained"
         self._require_actor("saving")
         self._require_whole()
-        factors = {name: tensor.cpu() for name, tensor in self._gathered()}
+        factors = {name: tensor.cpu() for name, tensor in self._whole_weights()}
         adapter = Adapter(self.base.spec, factors, self.base.path)
         whole = self.held.whole
         return adapter, [] if whole.dims.tower_names else list(hf_metadata(whole))

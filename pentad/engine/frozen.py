@@ -15,9 +15,11 @@ from pentad.core.errors import RunError
 from pentad.core.seeds import derive_seed
 from pentad.engine.held import HeldModel
 from pentad.engine.section import LoraConfig, ModelConfig
+from pentad.models.hf_weights import hf_metadata
 from pentad.models.language_model import LanguageModel
 from pentad.ops.digest import digest_of
 from pentad.parallel.cuts import Cut
+from pentad.weights.blocks import iter_whole
 from pentad.weights.peft import LoraSpec
 
 BASE = "base"
@@ -48,7 +50,11 @@ class FrozenBase:
     def of(cls, held: HeldModel, model: ModelConfig, folder: str | Path | None) -> FrozenBase:
         """Makes the frozen weights of a model; called on all ranks."""
         assert model.lora is not None, "without factors nothing is frozen"
-        digest = digest_of(held.iter_hf(DTYPES[model.dtype], is_frozen=True)).hex()
+        weight_map = held.whole.weight_map
+        infos = hf_metadata(held.whole, DTYPES[model.dtype], weight_map)
+        group, device = held.meshes.world.group, held.meshes.device
+        shards = held.shards(weight_map)
+        digest = digest_of(iter_whole(shards, weight_map, infos, group, device)).hex()
         path = "" if folder is None else str(Path(folder).expanduser().absolute())
         return cls(held, model.lora, path, f"{model.dtype}:{digest}")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +19,7 @@ from pentad.engine.predictor import Predictor, wrap_model
 from pentad.engine.section import ArchonConfig, EngineSettings, LoraConfig
 from pentad.models.balance import apply_balance
 from pentad.models.decoder import Decoder
-from pentad.models.hf_weights import hf_metadata, iter_hf, kept_buffers
+from pentad.models.hf_weights import kept_buffers, native_shards
 from pentad.models.language_model import LanguageModel
 from pentad.models.lora import apply_lora, factors_of, fill_factors
 from pentad.models.registry import build_model, initialise, load_weights
@@ -31,8 +29,9 @@ from pentad.parallel.gradients import sum_copies
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.pipeline import Pipeline, TiedHead, plan_pipeline
 from pentad.parallel.storage import give_memory, reshard
+from pentad.weights.map import WeightMap
 from pentad.weights.peft import read_adapter
-from pentad.weights.transfer import PairsReader
+from pentad.weights.transfer import PairsReader, Shard
 
 TIED = "head.weight"
 """Native name of the copy of a tied embedding on the last pipeline stage."""
@@ -196,38 +195,10 @@ class HeldModel:
         for decoder in self.decoders:
             fill_factors(decoder, seed, None if given is None else PairsReader(given.items()))
 
-    def iter_hf(
-        self, dtype: torch.dtype, *, is_frozen: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole tensors of the trained (or the frozen) weights in layer order, on every
-        rank: all ranks must iterate to the end."""
-        self.rest()
-        if self.pipeline is None:
-            model = self.decoders[0]
-            return iter_hf(model, dtype, model.weight_map if is_frozen else model.trained_map)
-        return self._iter_stages(self.pipeline, dtype, is_frozen)
-
-    def _iter_stages(
-        self, pipeline: Pipeline, dtype: torch.dtype, is_frozen: bool
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Sends each tensor from the rank of its stage to all ranks of the pipeline."""
-        mine = pipeline.stages(self.meshes.pp.rank)
-        streams = {
-            n: iter_hf(d, dtype, d.weight_map if is_frozen else d.trained_map)
-            for n, d in zip(mine, self.decoders, strict=True)
+    def shards(self, weight_map: WeightMap) -> dict[str, Shard]:
+        """Returns this rank's memory of the weights in a map, which may be frozen."""
+        return {
+            name: shard
+            for decoder in self.decoders
+            for name, shard in native_shards(decoder, weight_map).items()
         }
-        weight_map = self.whole.weight_map if is_frozen else self.whole.trained_map
-        sources = weight_map.sources
-        for name, info in hf_metadata(self.whole, dtype, weight_map).items():
-            stage = pipeline.stage_of(sources[name].regions[0].source, sources[name].layer)
-            if stage in streams:
-                got, tensor = next(streams[stage])
-                assert got == name, f"stage {stage} sent {got} for {name}"
-                tensor = tensor.to(self.meshes.device).contiguous()
-            else:
-                tensor = torch.empty(info.shape, dtype=info.dtype, device=self.meshes.device)
-            source = pipeline.rank_of(stage)
-            dist.broadcast(tensor, group=self.meshes.pp.group, group_src=source)
-            yield name, tensor
-        for stage, stream in streams.items():
-            assert next(stream, None) is None, f"stage {stage} has more tensors than the model"

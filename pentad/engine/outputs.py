@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.core.errors import RunError
+from pentad.core.flat_rows import lengths_of
 from pentad.core.types import Row
 from pentad.engine.batch import fill_up, split_out
 from pentad.engine.packing import MicrobatchPlan
@@ -86,7 +87,7 @@ def _of_all(
     if not mine:
         return
     cp = meshes.cp.size
-    sizes_of = [row.ids.numel() for row in rows]
+    sizes_of = lengths_of(rows)
     lengths = [
         [fill_up([sizes_of[i] for i in mb], meshes.token_multiple, at_least) for mb in mbs]
         for mbs in plan

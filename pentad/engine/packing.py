@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pentad.core.dims import ModelDims
+from pentad.core.flat_rows import FlatRows, lengths_of
 from pentad.core.types import Row
 from pentad.engine.section import EngineSettings
 
@@ -64,12 +65,13 @@ class RowBundle:
 def find_bundles(rows: Sequence[Row]) -> list[RowBundle]:
     """Bundles the rows of a group by common prefixes; rows stay single if that saves little."""
     of_group: dict[int, list[int]] = {}
-    for i, row in enumerate(rows):
-        if row.group is not None and row.routes is None:
-            of_group.setdefault(row.group, []).append(i)
+    for i, group in enumerate(_groups_of(rows)):
+        if group is not None:
+            of_group.setdefault(group, []).append(i)
     bundles, bundled = [], set()
+    lengths = lengths_of(rows)
     for indices in of_group.values():
-        if len(indices) == 1 or min(rows[i].ids.numel() for i in indices) <= MIN_SHARED:
+        if len(indices) == 1 or min(lengths[i] for i in indices) <= MIN_SHARED:
             continue
         ids = [rows[i].ids.numpy() for i in indices]
         shared = num_common(ids) - 1
@@ -77,10 +79,17 @@ def find_bundles(rows: Sequence[Row]) -> list[RowBundle]:
             bundles.append(RowBundle(tuple(indices), shared))
             bundled.update(indices)
     saved = sum(bundle.num_saved for bundle in bundles)
-    if not saved or saved < MIN_SAVED * sum(row.ids.numel() for row in rows):
+    if not saved or saved < MIN_SAVED * sum(lengths):
         return [RowBundle((i,)) for i in range(len(rows))]
     bundles += [RowBundle((i,)) for i in range(len(rows)) if i not in bundled]
     return sorted(bundles, key=lambda bundle: bundle.rows)
+
+
+def _groups_of(rows: Sequence[Row]) -> Sequence[int | None]:
+    """The group of each row; None for rows that are computed alone."""
+    if isinstance(rows, FlatRows):
+        return rows.groups
+    return [row.group if row.routes is None else None for row in rows]
 
 
 def left_out(bundles: Sequence[RowBundle] | None, plan: MicrobatchPlan) -> list[int]:
@@ -119,16 +128,18 @@ def plan_call(
     num_ranks: int,
     take: Callable[[int], int] | None,
     bundles: Sequence[RowBundle] | None = None,
+    *,
+    is_alone: bool = False,
 ) -> MicrobatchPlan:
     """Plans the rows of each data-parallel rank in a call. `take`: rounds the number of
     microbatches up to one that a pipeline's schedule supports; without it, microbatches that would
-    be empty on all ranks are omitted."""
+    be empty on all ranks are omitted. `is_alone`: every row has a microbatch of its own."""
     num, spec = settings.model.mb_spec.fewest, settings.model.mb_spec
     while True:
         plan = plan_microbatches(
             lengths,
             cost,
-            max_tokens=spec.max_tokens_per_mb,
+            max_tokens=1 if is_alone else spec.max_tokens_per_mb,
             num_ranks=num_ranks,
             min_per_rank=take(num) if take else num,
             by_cost=settings.balance_data,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -15,12 +16,13 @@ from pentad.core.faults import hit, is_armed
 from pentad.core.types import Attend, Loss, TokenOutputs
 from pentad.engine.batch import PackedRows
 from pentad.engine.explain import explain
+from pentad.engine.graphs import GraphRecorder, Trained, TrainGraphs
 from pentad.engine.outputs import Sums
 from pentad.engine.predictor import Predicted, Predictor
 from pentad.engine.section import EngineSettings
 from pentad.models.balance import ExpertLoads
 from pentad.models.moe import Routes
-from pentad.ops.attention import build_attend, by_width
+from pentad.ops.attention import attend_captured, build_attend, by_width
 from pentad.ops.delta import PackedMemory, RememberingAttend
 from pentad.ops.invariant import PackedAttend
 from pentad.ops.tree import build_tree_attend
@@ -35,6 +37,8 @@ class Passes(Protocol):
 
     loads: ExpertLoads
     """Counts the tokens that `train` sends to the experts on this rank."""
+    graphs: TrainGraphs | None
+    """Captured passes; None if none are captured."""
 
     def forward(
         self, microbatches: Iterable[PackedRows], noted: list[Routes] | None = None
@@ -62,6 +66,17 @@ class WholePasses:
         self.settings = settings
         self.meshes = meshes
         self.loads = ExpertLoads(predictor.decoder.dims, meshes.device)
+        self.graphs: TrainGraphs | None = None
+
+    def capture(
+        self, parameters: Iterable[Tensor], recorder: GraphRecorder, *, is_required: bool = False
+    ) -> TrainGraphs:
+        """From now on captures microbatches that are padded to buckets. `parameters`: the trained
+        ones."""
+        self.graphs = TrainGraphs(
+            self.predictor, parameters, self._train_bucket, recorder, is_required=is_required
+        )
+        return self.graphs
 
     @torch.no_grad()
     def forward(
@@ -85,21 +100,49 @@ class WholePasses:
     ) -> tuple[list[Predicted], list[Sums]]:
         predicted: list[Predicted] = []
         sums: list[Sums] = []
-        try:
-            for packed in microbatches:
-                with explain("forward and backward", self.settings.model, packed.num_tokens):
-                    routes: Routes = {}
-                    hit("forward")
-                    loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed, routes))
-                    self.loads.add(without_filling(routes, packed, self.meshes))
-                    if is_armed():
-                        loss_sum.register_hook(lambda _: hit("backward"))
-                    loss_sum.backward()
-                sums.append((loss_sum.detach(), stats))
-                predicted.append(detach_all(named))
-        finally:
-            reshard(self.predictor)
+        graphs = self.graphs
+        with nullcontext() if graphs is None else graphs.running():
+            try:
+                for packed in microbatches:
+                    with explain("forward and backward", self.settings.model, packed.num_tokens):
+                        hit("forward")
+                        if graphs is None or packed.bucket is None or is_armed():
+                            loss_sum, stats, named = self._train(packed, loss)
+                        else:
+                            loss_sum, stats, named = graphs.train(packed, loss)
+                    sums.append((loss_sum, stats))
+                    predicted.append(cut_all(named, packed.num_given))
+            finally:
+                reshard(self.predictor)
         return predicted, sums
+
+    def _train(self, packed: PackedRows, loss: Loss) -> Trained:
+        routes: Routes = {}
+        loss_sum, stats, named = apply_loss(packed, loss, self._predict(packed, routes))
+        self.loads.add(without_filling(routes, packed, self.meshes))
+        if is_armed():
+            loss_sum.register_hook(lambda _: hit("backward"))
+        loss_sum.backward()
+        return loss_sum.detach(), stats, detach_all(named)
+
+    def _train_bucket(self, packed: PackedRows, loss: Loss) -> Trained:
+        """`_train` without copies from the host, which a captured pass cannot make."""
+        assert packed.bucket is not None
+        attend = by_width(
+            partial(
+                attend_captured,
+                packed.segments.lengths_S,
+                packed.bucket.longest,
+                dtype=DTYPES[self.settings.model.dtype],
+                longest=self.settings.max_row_tokens,
+            ),
+            self.predictor.decoder.dims.head_dims,
+        )
+        predicted = self.predictor(packed.ids_U, packed.positions_U, packed.labels_U, attend)
+        loss_sum, stats, named = apply_loss(packed, loss, predicted)
+        loss_sum.backward()
+        own = {name: x.detach() for name, x in stats.items()}
+        return loss_sum.detach(), own, detach_all(named)
 
     def give_up(self) -> None:
         pass
@@ -183,6 +226,12 @@ def apply_loss(
     if not loss_sum.requires_grad:
         raise RunError(f"{type(loss).__name__} does not depend on what the model computed")
     return loss_sum, stats, named
+
+
+def cut_all(predicted: Predicted, num: int) -> Predicted:
+    """Drops the padding of a bucket."""
+    logprobs_T, entropy_T, values_T = (None if x is None else x[:num] for x in predicted)
+    return logprobs_T, entropy_T, values_T
 
 
 def detach_all(predicted: Predicted) -> Predicted:

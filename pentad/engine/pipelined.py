@@ -16,6 +16,7 @@ from pentad.core.device import DTYPES
 from pentad.core.types import Loss
 from pentad.engine.batch import PackedRows
 from pentad.engine.explain import explain
+from pentad.engine.graphs import TrainGraphs
 from pentad.engine.outputs import NAMES, Sums
 from pentad.engine.passes import (
     apply_loss,
@@ -50,6 +51,7 @@ class PipelinedPasses:
         self.meshes = meshes
         self.dims = parts[0].decoder.dims
         self.loads = ExpertLoads(self.dims, meshes.device)
+        self.graphs: TrainGraphs | None = None
 
     def forward(
         self, microbatches: Iterable[PackedRows], noted: list[Routes] | None = None

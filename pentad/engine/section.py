@@ -6,12 +6,14 @@ unset keys from device and layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.fit import (
     SCHEDULES,
@@ -30,7 +32,7 @@ from pentad.core.section import (
     Share,
     ShortNames,
 )
-from pentad.core.sizes import DTYPE_BYTES, default_microbatch_tokens
+from pentad.core.sizes import DTYPE_BYTES, HOST_BOUND_FLOPS, default_microbatch_tokens
 
 ParamDType = Annotated[Literal["float32", "bfloat16"], ShortNames]
 ComputeDType = Annotated[Literal["auto", "float32", "bfloat16"], ShortNames]
@@ -107,6 +109,12 @@ class ArchonConfig(Section):
     layers are copied to the device when they are used. Also works on one device."""
     enable_compile: Literal["auto"] | bool = "auto"
     """torch.compile per block. auto: on for CUDA unless the schedule is a zero-bubble one."""
+    cuda_graphs: Literal["auto"] | bool = "auto"
+    """Captures the pass of a microbatch (forward, loss, backward) as a CUDA graph when its size
+    occurs again, and replays it for later microbatches, which are padded to few sizes (above 8,192
+    tokens by at most about 1/16). auto: on for models so small that the host would launch their
+    kernels more slowly than a GPU computes them (`core.sizes.HOST_BOUND_FLOPS`), if they are on one
+    GPU with archon, compiled, in bfloat16, and have neither experts, delta nets nor an adapter."""
     reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
     """Whether parameters are sharded again between forward and backward. default: yes, but not
     in a pipeline and not on one rank (unless offloaded), where that only costs time."""
@@ -402,3 +410,58 @@ class EngineSettings:
         if model.lora is not None:  # frozen weights need no master weights
             choices["param_dtype"] = choices["dtype"]
         return replace(self, model=model.model_copy(update=choices))
+
+
+def carrying_problems(
+    family: str, key: str, *, has_lora: bool = False, compiles: bool = False
+) -> Iterator[Problem]:
+    """Problems of settings for models of transformers whose layers carry state. `compiles`: whether
+    compiled blocks were asked for."""
+    if has_lora:
+        rule = f"layers of {family} use some of their matrices without calling them"
+        yield Problem(f"{key}.lora", rule, "leave it out")
+    if compiles:
+        rule = f"layers of {family} carry state from token to token: fsdp does not compile them"
+        yield Problem(f"{key}.archon.enable_compile = true", rule, "leave it out")
+
+
+def no_graphs(
+    settings: EngineSettings, dims: ModelDims, layout: Layout, backend: str
+) -> str | None:
+    """Why training passes cannot be captured as CUDA graphs; None if they can. `settings`: settled
+    ones."""
+    model, archon = settings.model, settings.model.archon
+    reasons = {
+        f"{backend} does not capture its passes": backend != "archon",
+        f"the ranks of {layout} communicate during a pass": layout.world > 1,
+        f"{dims.family} reads the number of tokens of its experts on the host": any(
+            dims.is_moe(layer) for layer in range(dims.num_layers)
+        ),
+        f"the linear_attention layers of {dims.family} are prepared on the host": bool(
+            dims.linear_layers
+        ),
+        f"attention scores of {dims.family} are limited": dims.score_cap is not None,
+        "strict mode prepares its kernels on the host": settings.strict,
+        "passes with an adapter are not captured": model.lora is not None,
+        "parameters are copied from the host during a pass": archon.offload_params,
+        "reshard_after_forward_policy = always casts weights during a pass": archon.is_resharded,
+        "use_deterministic_algorithms is on": archon.use_deterministic_algorithms,
+        "blocks are not compiled": archon.enable_compile is not True,
+        f"{model.dtype} has no flash kernel": model.dtype != "bfloat16",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def captures(
+    settings: EngineSettings, dims: ModelDims, layout: Layout, backend: str, device: str
+) -> bool:
+    """Whether training passes are captured as CUDA graphs. `settings`: settled ones."""
+    wanted = settings.model.archon.cuda_graphs
+    tokens = settings.model.mb_spec.max_tokens_per_mb
+    if device != "cuda" or wanted is False or no_graphs(settings, dims, layout, backend):
+        return False
+    if wanted is True:
+        return True
+    layers = dims.num_matmul_params - dims.embedding_params
+    flops = 6.0 * layers / dims.num_layers * (tokens or math.inf)
+    return dims.is_whole and flops <= HOST_BOUND_FLOPS

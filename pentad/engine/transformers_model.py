@@ -14,7 +14,7 @@ from pentad.core.fit import check_fit, whole_kv_head_problems
 from pentad.core.layout import Layout
 from pentad.engine.held import Maker
 from pentad.engine.predictor import Predictor, present_cut
-from pentad.engine.section import EngineSettings
+from pentad.engine.section import EngineSettings, carrying_problems
 from pentad.models.families import ConfigLike
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import HfModel, build_hf_model
@@ -46,6 +46,8 @@ def transformers_maker(
         assert not stage, "transformers' models are not split into stages"
         dtype, lora = DTYPES[settings.model.param_dtype], settings.model.lora
         model = build_hf_model(config, dtype=dtype, value_head=value_head)
+        if lora is not None and not model.packs_rows:
+            raise_problems(carrying_problems(model.dims.family, "actor", has_lora=True))
         if lora is not None:
             apply_lora(model, lora)
         return model
@@ -64,6 +66,9 @@ def match_layout(model: HfModel, layout: Layout) -> dict[str, str]:
     if layout.pp > 1 or layout.ep > 1:
         rule = "the backend fsdp supports only d, t and c"
         raise UserError(Problem(where, rule, "use archon"))
+    if not model.packs_rows and (layout.tp > 1 or layout.cp > 1):
+        rule = f"layers of {model.dims.family} carry state from token to token: only d is supported"
+        raise UserError(Problem(where, rule, "leave out t and c"))
     check_fit(layout, model.dims)
     if layout.tp == 1:
         return {}
@@ -85,9 +90,13 @@ def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Pred
     cuts = plan_style_cuts(shapes, styles, meshes, trained)
     cut_parameters(model, cuts)
     apply_styles(model, styles, meshes.tp)
-    blocks = model.blocks
-    compiling.expect(model.dims, settings.model, meshes.layout, meshes.device)
-    apply_to_blocks(blocks, settings.model, meshes.device)
+    blocks, keys = model.blocks, settings.model
+    if not model.packs_rows:  # their kernels are chosen at run time
+        keys = keys.model_copy(
+            update={"archon": keys.archon.model_copy(update={"enable_compile": False})}
+        )
+    compiling.expect(model.dims, keys, meshes.layout, meshes.device)
+    apply_to_blocks(blocks, keys, meshes.device)
     own_dtypes = {name: e.rule.dtype for name, e in model.hf_map.entries.items() if e.rule.dtype}
     apply_storage(predictor, model, blocks.values(), cuts, own_dtypes, settings.model, meshes)
     predictor.cuts = cuts

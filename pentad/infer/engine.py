@@ -55,6 +55,22 @@ class Progress:
     top: TopTokens
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The tokens of a step, or of K decode steps that were launched together."""
+
+    rows: np.ndarray
+    counts: np.ndarray
+    """Number of tokens of each row; tokens after them are ignored."""
+    ids_KN: np.ndarray
+    logprobs_KN: np.ndarray
+
+    @property
+    def is_taken(self) -> np.ndarray:
+        is_taken: np.ndarray = np.arange(len(self.ids_KN))[:, None] < self.counts
+        return is_taken
+
+
 @dataclass(slots=True)
 class Report:
     """The results of one or more steps."""
@@ -64,12 +80,14 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """A step that was launched before the previous one was recorded."""
+class Underway:
+    """Decode steps that were launched and are not recorded yet."""
 
     launched: Launched
     version: int
-    """Version of the weights that sample its tokens."""
+    """Version of the weights that sample their tokens."""
+    plan: Plan | None = None
+    """That of the first of them, if the scheduler planned it."""
 
 
 class InferenceEngine:
@@ -93,7 +111,8 @@ class InferenceEngine:
         self.num_steps = 0
         self.num_installs = 0
         self.listened: set[str] = set()
-        self.ahead: Ahead | None = None
+        self.ahead: Underway | None = None
+        """Steps launched before the previous ones were recorded."""
         dims = model.dims
         if settings.rollout.replay_routes and not any(map(dims.is_moe, range(dims.num_layers))):
             rule = "the model has no mixture of experts, so there are no routes"
@@ -158,54 +177,87 @@ class InferenceEngine:
         return report
 
     def step(self, report: Report) -> None:
-        """Runs and records one step. Meanwhile launches the next step if possible; its rows that
-        turn out to have ended are ignored when results arrive."""
+        """Runs and records one step, or decode steps that were launched together. Meanwhile
+        launches the next ones if possible; tokens of rows that turn out to have ended are ignored
+        when results arrive."""
         hit("generate", step=self.version)
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            self.launch_ahead(ahead)
-            ids, logprobs = ahead.launched.read()
-            is_kept = self.table.num_seated[ahead.launched.rows] == ahead.launched.seats
-            plan = self.scheduler.plan_ahead(ahead.launched.rows[is_kept])
-            self.record(plan, ids[is_kept], logprobs[is_kept], ahead.version, report)
+        current, self.ahead = self.ahead, None
+        if current is None:
+            plan = self.scheduler.plan()
+            assert plan is not None, "there is work, but no step can be planned"
+            launched = self.begin(plan)
+            if launched is None:
+                self.record_plan(plan, *self.runner.run(plan), self.version, report)
+                return
+            current = Underway(launched, self.version, plan)
+        launched = current.launched
+        rows = self.scheduler.rows_ahead(launched.rows, launched.seats, launched.num_steps)
+        following = self.launch(rows, launched)
+        self.ahead = None if following is None else Underway(following, self.version)
+        self.record_steps(current, report)
+
+    def begin(self, plan: Plan) -> Launched | None:
+        """Launches a planned step without waiting, and further ones if all rows decode; None if the
+        step needs the host, or leaves prefills that the next step continues."""
+        if plan.is_decode:
+            return self.launch(plan.rows)
+        is_whole = len(plan.drawn_rows) == len(self.scheduler.rows)
+        return self.runner.begin(plan) if is_whole and self.runner.can_launch(plan.rows) else None
+
+    def launch(self, rows: np.ndarray, after: Launched | None = None) -> Launched | None:
+        """Launches decode steps of these rows, several if no row needs the host in between; None if
+        there is no room, or the host is needed for the first."""
+        if not len(rows) or not self.runner.can_launch(rows):
+            return None
+        is_watched = self.listened or self.scheduler.waiting
+        wanted = self.settings.steps_together
+        if is_watched or self.table.has_stop_strings[rows].any():
+            wanted = 1
+        num_made = 0 if after is None else after.num_steps
+        num_steps = self.scheduler.reserve(rows, num_made, wanted)
+        return self.runner.launch(rows, num_steps, after) if num_steps else None
+
+    def record_steps(self, underway: Underway, report: Report) -> None:
+        launched, version, plan = underway.launched, underway.version, underway.plan
+        ids_KN, logprobs_KN = launched.read()
+        if plan is not None and not plan.is_decode:
+            self.record_plan(plan, ids_KN[0], logprobs_KN[0], version, report)
             return
-        planned = self.scheduler.plan()
-        assert planned is not None, "there is work, but no step can be planned"
-        launched = self.runner.launch(planned.rows) if planned.is_decode else None
-        if launched is None:
-            ids, logprobs = self.runner.run(planned)
-        else:
-            self.launch_ahead(Ahead(launched, self.version))
-            ids, logprobs = launched.read()
-        self.record(planned, ids, logprobs, self.version, report)
+        is_kept = self.table.num_seated[launched.rows] == launched.seats
+        rows = launched.rows[is_kept]
+        columns = ids_KN[:, is_kept], logprobs_KN[:, is_kept]
+        counts, ended = self.scheduler.record_steps(
+            rows, *columns, version, is_planned=plan is not None
+        )
+        self.record(Made(rows, counts, *columns), dict(ended), version, report)
 
-    def launch_ahead(self, current: Ahead) -> None:
-        """Launches the step after the current one, if it can be planned without its results."""
-        rows = self.scheduler.rows_ahead(current.launched.rows, current.launched.seats)
-        launched = None if rows is None else self.runner.launch(rows, current.launched)
-        if launched is not None:
-            self.ahead = Ahead(launched, self.version)
-
-    def record(
+    def record_plan(
         self, plan: Plan, ids: np.ndarray, logprobs: np.ndarray, version: int, report: Report
     ) -> None:
-        if not np.isfinite(logprobs).all():
+        ended = self.scheduler.record(plan, ids, logprobs, version)
+        made = Made(plan.drawn_rows, np.ones(len(ids), np.int64), ids[None], logprobs[None])
+        self.record(made, dict(ended), version, report)
+
+    def record(
+        self, made: Made, ended: dict[Sequence, FinishReason], version: int, report: Report
+    ) -> None:
+        """Ends sequences and reports tokens, after the scheduler recorded these tokens."""
+        if not np.isfinite(made.logprobs_KN[made.is_taken]).all():
             raise RunError(
                 f"the model gave logits that are not finite with weights of version "
                 f"{version}; these weights cannot be sampled from"
             )
-        done = dict(self.scheduler.record(plan, ids, logprobs, version))
-        done |= self.stopped_by_text(plan, done)
+        ended |= self.stopped_by_text(made.rows, ended)
         for row, top in self.runner.tops.items():
             sequence = self.table.sequences[row]
             assert sequence is not None
             sequence.tops.append(top)
-        self.num_steps += 1
-        self.num_drawn += len(ids)
+        self.num_steps += len(made.ids_KN)
+        self.num_drawn += int(made.counts.sum())
         if self.listened:
-            report.progress += self.progress_of(plan, ids, logprobs)
-        if done:
-            self.end(done, report)
+            report.progress += self.progress_of(made)
+        if ended:
+            self.end(ended, report)
         if not self.has_work:
             self.ahead = None
 
@@ -227,14 +279,14 @@ class InferenceEngine:
             sequence.routes = routes
 
     def stopped_by_text(
-        self, plan: Plan, done: dict[Sequence, FinishReason]
+        self, rows: np.ndarray, ended: dict[Sequence, FinishReason]
     ) -> dict[Sequence, FinishReason]:
         """Returns sequences whose text now contains one of their stop strings."""
         found: dict[Sequence, FinishReason] = {}
-        for row in plan.drawn_rows[self.table.has_stop_strings[plan.drawn_rows]]:
+        for row in rows[self.table.has_stop_strings[rows]]:
             sequence = self.table.sequences[row]
             assert sequence is not None
-            if done.get(sequence) != "stop" and self.holds_stop_string(sequence):
+            if ended.get(sequence) != "stop" and self.holds_stop_string(sequence):
                 found[sequence] = "stop"
         return found
 
@@ -252,15 +304,16 @@ class InferenceEngine:
                 return False
         return True
 
-    def progress_of(self, plan: Plan, ids: np.ndarray, logprobs: np.ndarray) -> list[Progress]:
+    def progress_of(self, made: Made) -> list[Progress]:
         progress = []
-        for row, id_, logprob in zip(plan.drawn_rows, ids, logprobs, strict=True):
+        for i, row in enumerate(made.rows.tolist()):
             sequence = self.table.sequences[row]
             assert sequence is not None
             if sequence.request.id in self.listened:
-                index = sequence.index
-                top = self.runner.tops.get(row, [])
-                progress.append(Progress(sequence.request.id, index, int(id_), float(logprob), top))
+                index, top = sequence.index, self.runner.tops.get(row, [])
+                for step in range(made.counts[i]):
+                    drawn = int(made.ids_KN[step, i]), float(made.logprobs_KN[step, i])
+                    progress.append(Progress(sequence.request.id, index, *drawn, top))
         return progress
 
     def abort(self, request_id: str) -> Report:
@@ -340,6 +393,7 @@ class InferenceEngine:
         if not self.is_asleep:
             self.scheduler.preempt_all()
             self.pool.forget_prefixes()
+            self.ahead = None  # it refers to memory of captured graphs, and its rows are gone
             self.runner.sleep()
             self.is_asleep = True
 

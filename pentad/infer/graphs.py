@@ -1,13 +1,14 @@
 """Decoding on a GPU: one token for each row, as one captured graph per padded batch size, or two: a
 second one for steps in which rows read shared places together.
 
-All inputs of a step are copied in one pinned buffer, the block table in a second, ids and log-probs
-in a third: one synchronisation per step. Buffers keep their addresses, so a captured graph is valid
-for every batch; padded rows use the scratch block. Without a GPU (or for models whose forward
-synchronises with the host) the same code runs uncaptured.
+Several steps are launched together: all inputs except the sampled ids are known before the first.
+They are copied in one pinned buffer, the block table in a second, ids and log-probs in a third: one
+synchronisation for all. A step reads its part of the inputs by a counter on the device, and the ids
+of the step before it there. Buffers keep their addresses, so a captured graph is valid for every
+batch; padded rows use the scratch block. Without a GPU (or for models whose forward synchronises
+with the host) the same code runs uncaptured.
 
-A step can be launched before the ids of the previous one are known on the host: it reads them on
-the device. Two sets of host buffers alternate, so two steps can be in progress.
+Steps can be launched before those in progress are read. Two sets of host buffers alternate.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from pentad.core.types import Attend
 from pentad.infer.attend import KVCache
+from pentad.infer.blocks import SCRATCH
 from pentad.infer.draw_kernel import draw_fused
 from pentad.infer.sampling import uniforms
 from pentad.infer.sequence import Table
@@ -29,6 +31,7 @@ from pentad.infer.states import StateSlots, TokenMemory
 from pentad.infer.strict import head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
 from pentad.models.moe import Routes
+from pentad.ops.capture import capturing
 from pentad.ops.delta import RememberingAttend
 from pentad.ops.fused import store
 from pentad.ops.invariant_kernels import Tiles, attend
@@ -37,8 +40,9 @@ from pentad.ops.shared_places import SharedRows
 
 IDS, POSITIONS, LENGTHS, PLACES, UNIFORMS, TEMPERATURES, WIDTH, ORIGINS, ROWS = range(9)
 SHARED, FIRSTS, COUNTS = range(9, 12)
-"""Rows of the input buffer, all int64; the two with real numbers contain fp64 bits. ORIGINS: index
-in the previous step; ROWS: index in the table; the last three: `SharedRows`."""
+"""Rows of the input buffer, all int64; the two with real numbers contain fp64 bits. IDS: -1 for the
+id that the previous step sampled at ORIGINS; ROWS: index in the table; the last three:
+`SharedRows`."""
 
 
 def batch_sizes(max_rows: int) -> Iterator[int]:
@@ -126,22 +130,24 @@ class HostBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step in progress."""
+    """Steps in progress."""
 
     rows: np.ndarray
     seats: np.ndarray
     """For each row the count of `Table.num_seated`, which identifies its sequence."""
+    num_steps: int
     outputs: Tensor
-    logits_NV: Tensor
-    """Valid until the next step is launched."""
+    logits_NV: Tensor | None
+    """Those of the last decode step; valid until the next steps are launched."""
     is_done: torch.cuda.Event | None
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Waits for the step; returns ids and log-probs of the rows."""
+        """Waits for the steps; returns ids and log-probs by step and row."""
         if self.is_done is not None:
             self.is_done.synchronize()
-        num, out = len(self.rows), self.outputs.numpy()
-        return out[0, :num].copy(), out[1].view(np.float64)[:num].astype(np.float32)
+        num, out_K2R = len(self.rows), self.outputs.numpy()[: self.num_steps]
+        logprobs_KN = out_K2R[:, 1].view(np.float64)[:, :num].astype(np.float32)
+        return out_K2R[:, 0, :num].copy(), logprobs_KN
 
 
 class GraphDecoder:
@@ -153,6 +159,7 @@ class GraphDecoder:
         cache: KVCache,
         table: Table,
         max_context: int,
+        max_steps: int,
         *,
         capture: bool,
         strict: bool = False,
@@ -172,97 +179,147 @@ class GraphDecoder:
         pin = device.type == "cuda"
         self.hosts = [
             HostBuffers(
-                torch.zeros((12, num_rows), dtype=torch.int64, pin_memory=pin),
+                torch.zeros((max_steps, 12, num_rows), dtype=torch.int64, pin_memory=pin),
                 torch.zeros(num_rows * max_blocks, dtype=torch.int32, pin_memory=pin),
-                torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=pin),
+                torch.zeros((max_steps, 2, num_rows), dtype=torch.int64, pin_memory=pin),
             )
             for _ in range(2)
         ]
         self.inputs = torch.zeros_like(self.hosts[0].inputs, device=device)
         self.blocks = torch.zeros_like(self.hosts[0].blocks, device=device)
         self.outputs = torch.zeros_like(self.hosts[0].outputs, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        """Index of the step in `inputs` and `outputs`."""
+        self.each_K11 = torch.arange(max_steps, device=device).view(-1, 1, 1)
+        self.drawn = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        """The ids that the previous step sampled."""
         self.grouping = grouping
         self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         """By the number of rows, and whether some read shared places together."""
         self.pool = torch.cuda.graph_pool_handle() if pin else None
 
-    def launch(self, rows: np.ndarray, after: Launched | None = None) -> Launched:
-        """Computes the last token of each row and samples the next. With `after`, the last token is
-        that of the previous step, whose rows include these."""
+    def launch(self, rows: np.ndarray, num_steps: int, after: Launched | None = None) -> Launched:
+        """Computes the last token of each row and samples the next, `num_steps` times; a row at its
+        limit computes a token that is ignored. With `after`, the last token is that of the steps in
+        progress, whose rows include these."""
         size = next(size for size in self.sizes if size >= len(rows))
         self.hosts.reverse()
         host = self.hosts[0]
-        is_shared = self.fill(host, rows, size, after)
+        is_shared = self.fill(host, rows, size, num_steps, after)
         run = self.replay if self.capture_graphs else self.body
-        logits_NV = run(size, is_shared=is_shared)
-        host.outputs.copy_(self.outputs, non_blocking=True)
+        for _ in range(num_steps):
+            logits_NV = run(size, is_shared=is_shared)
+        host.outputs[:num_steps].copy_(self.outputs[:num_steps], non_blocking=True)
+        return self.launched(rows, num_steps, host, logits_NV[: len(rows)])
+
+    def adopt(self, rows: np.ndarray, ids_N: Tensor, logprobs_N: Tensor) -> Launched:
+        """Makes a step that was computed elsewhere one in progress, which others may follow."""
+        self.hosts.reverse()
+        host, num = self.hosts[0], len(rows)
+        self.drawn[:num] = ids_N
+        host.outputs[0, 0, :num].copy_(ids_N, non_blocking=True)
+        real_R = host.outputs[0, 1].view(torch.float64)
+        real_R[:num].copy_(logprobs_N.double(), non_blocking=True)
+        return self.launched(rows, 1, host, None)
+
+    def launched(
+        self, rows: np.ndarray, num_steps: int, host: HostBuffers, logits_NV: Tensor | None
+    ) -> Launched:
         is_done = None
         if self.cache.device.type == "cuda":
             is_done = torch.cuda.Event()
             is_done.record()
         seats = self.table.num_seated[rows]
-        return Launched(rows, seats, host.outputs, logits_NV[: len(rows)], is_done)
+        return Launched(rows, seats, num_steps, host.outputs, logits_NV, is_done)
 
     def fill(
-        self, host: HostBuffers, rows: np.ndarray, size: int, after: Launched | None = None
+        self,
+        host: HostBuffers,
+        rows: np.ndarray,
+        size: int,
+        num_steps: int,
+        after: Launched | None = None,
     ) -> bool:
-        """Copies the step's inputs; returns whether some rows read shared places together."""
+        """Copies the inputs of the steps; returns whether some rows read shared places together."""
         table, block_size, num = self.table, self.cache.block_size, len(rows)
-        inputs = host.inputs.numpy()
-        lengths = table.num_tokens[rows] + (after is not None)
-        last = lengths - 1
-        inputs[:, num:size] = 0
-        inputs[POSITIONS, :num] = last
-        inputs[LENGTHS, :num] = lengths
-        inputs[LENGTHS, num:size] = 1
-        inputs[PLACES, :num] = table.blocks[rows, last // block_size]
-        inputs[PLACES, :num] = inputs[PLACES, :num] * block_size + last % block_size
-        inputs[UNIFORMS].view(np.float64)[:num] = uniforms(table.seed[rows], lengths)
-        inputs[TEMPERATURES].view(np.float64)[:num] = table.temperature[rows]
-        inputs[ROWS, :num] = rows
-        inputs[ROWS, num:size] = len(table.sequences)  # the scratch slot
+        inputs_KIR = host.inputs.numpy()[:num_steps]
+        first_N = table.num_tokens[rows] + (0 if after is None else after.num_steps)
+        lengths_KN = first_N + np.arange(num_steps)[:, None]
+        is_over_KN = lengths_KN >= table.limit[rows]
+        lengths_KN = np.minimum(lengths_KN, table.limit[rows] - 1)
+        last_KN = lengths_KN - 1
+        places_KN = table.blocks[rows, last_KN // block_size].astype(np.int64) * block_size
+        places_KN += last_KN % block_size
+        inputs_KIR[:, :, num:size] = 0
+        inputs_KIR[:, LENGTHS, num:size] = 1
+        inputs_KIR[:, POSITIONS, :num] = last_KN
+        inputs_KIR[:, LENGTHS, :num] = lengths_KN
+        inputs_KIR[:, PLACES, :num] = np.where(is_over_KN, SCRATCH, places_KN)
+        real_KIR = inputs_KIR.view(np.float64)
+        real_KIR[:, UNIFORMS, :num] = uniforms(table.seed[rows], lengths_KN)
+        real_KIR[:, TEMPERATURES, :num] = table.temperature[rows]
+        scratch_slot = len(table.sequences)
+        inputs_KIR[:, ROWS, num:size] = scratch_slot
+        inputs_KIR[:, ROWS, :num] = np.where(is_over_KN, scratch_slot, rows)
         width = int(table.num_blocks[rows].max())
-        inputs[WIDTH, 0] = width
-        tiles = None if self.grouping is None else self.grouping.tiles(rows, lengths)
-        if tiles is not None:
-            inputs[COUNTS, :size] = 0
-            inputs[SHARED, :num] = tiles.shared
-            inputs[FIRSTS, : len(tiles.firsts)] = tiles.firsts
-            inputs[COUNTS, : len(tiles.counts)] = tiles.counts
+        inputs_KIR[:, WIDTH, 0] = width
+        inputs_KIR[:, IDS, :num] = -1
+        inputs_KIR[:, ORIGINS, :num] = np.arange(num)
         if after is None:
-            inputs[IDS, :num] = table.tokens[rows, last]
+            inputs_KIR[0, IDS, :num] = table.tokens[rows, last_KN[0]]
         else:
             place = np.zeros(len(table.sequences), np.int64)
             place[after.rows] = np.arange(len(after.rows))
-            inputs[ORIGINS, :num] = place[rows]
+            inputs_KIR[0, ORIGINS, :num] = place[rows]
+        tiles = None if self.grouping is None else self.grouping.tiles(rows, lengths_KN)
+        if tiles is not None:
+            inputs_KIR[:, COUNTS, :size] = 0
+            inputs_KIR[:, SHARED, :num] = tiles.shared
+            inputs_KIR[:, FIRSTS, : len(tiles.firsts)] = tiles.firsts
+            inputs_KIR[:, COUNTS, : len(tiles.counts)] = tiles.counts
         blocks = host.blocks.numpy()[: size * width].reshape(size, width)
         blocks[:num] = table.blocks[rows, :width]
         blocks[num:] = 0
-        self.inputs.copy_(host.inputs, non_blocking=True)
+        self.inputs[:num_steps].copy_(host.inputs[:num_steps], non_blocking=True)
         self.blocks[: size * width].copy_(host.blocks[: size * width], non_blocking=True)
-        if after is not None:
-            origins = self.inputs[ORIGINS, :num]
-            torch.index_select(self.outputs[0], 0, origins, out=self.inputs[IDS, :num])
+        self.step.zero_()
         return tiles is not None
 
     def body(self, size: int, *, is_shared: bool) -> Tensor:
         """One step over the static buffers; returns the logits."""
-        ids, positions, lengths, places, uniform, temperature = self.inputs[:6, :size]
-        width = self.inputs[WIDTH, :1]
+        inputs = self.inputs.index_select(0, self.step)[0]
+        known_S = inputs[IDS, :size]
+        drawn_S = self.drawn.index_select(0, inputs[ORIGINS, :size])
+        ids_S = torch.where(known_S < 0, drawn_S, known_S)
+        logits_SV, drawn_S, logprobs_S = self.compute(inputs, ids_S, is_shared=is_shared)
+        self.drawn[:size] = drawn_S
+        found_2S = torch.stack((drawn_S, logprobs_S.double().view(torch.int64)))
+        outputs_K2S = self.outputs[:, :, :size]
+        outputs_K2S.copy_(torch.where(self.each_K11 == self.step, found_2S, outputs_K2S))
+        self.step += 1
+        return logits_SV
+
+    def compute(
+        self, inputs: Tensor, ids_S: Tensor, *, is_shared: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logits, sampled ids and their log-probs."""
+        size = len(ids_S)
+        positions, lengths, places, uniform, temperature = inputs[POSITIONS:WIDTH, :size]
+        width = inputs[WIDTH, :1]
         core: Attend
         if self.strict:
             core = StrictDecode(self.cache, places, self.blocks, width, positions)
         else:
             shared = None
             if is_shared:
-                firsts, counts = self.inputs[FIRSTS : COUNTS + 1, : max_tiles(size)]
-                shared = SharedRows(self.inputs[SHARED, :size], firsts, counts)
+                firsts, counts = inputs[FIRSTS : COUNTS + 1, : max_tiles(size)]
+                shared = SharedRows(inputs[SHARED, :size], firsts, counts)
             core = DecodeAttend(self.cache, places, self.blocks, width, lengths, shared)
         if self.slots is not None:
-            memory = TokenMemory(self.slots, self.inputs[ROWS, :size], positions)
+            memory = TokenMemory(self.slots, inputs[ROWS, :size], positions)
             core = RememberingAttend(core, memory)
         routes: Routes | None = None if self.cache.routes is None else {}
-        hidden_SD = self.model(ids, positions, core, routes)
+        hidden_SD = self.model(ids_S, positions, core, routes)
         if routes is not None:
             self.cache.write_routes(places, routes)
         logits_SV = head_logits(self.model, hidden_SD, strict=self.strict)
@@ -271,9 +328,7 @@ class GraphDecoder:
         )
         if self.strict:
             logprobs_S = strict_logprobs(logits_SV, drawn_S, temperature.view(torch.float64))
-        self.outputs[0, :size] = drawn_S
-        self.outputs[1].view(torch.float64)[:size] = logprobs_S.double()
-        return logits_SV
+        return logits_SV, drawn_S, logprobs_S
 
     def replay(self, size: int, *, is_shared: bool) -> Tensor:
         key = size, is_shared
@@ -284,11 +339,13 @@ class GraphDecoder:
         return logits_SV
 
     def capture(self, size: int, *, is_shared: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Captures a graph. The warm-up computes the step that is then replayed, so it only changes
-        states, for which it uses the scratch slot."""
+        """Captures a graph. The warm-up computes the step that is then replayed, so what a step
+        reads and changes is put back: the counter, the previous ids, and states, for which the
+        warm-up uses the scratch slot."""
         device = self.cache.device
-        rows = self.inputs[ROWS, :size]
-        own = rows.clone()
+        rows = self.inputs[:, ROWS, :size]
+        changed = [rows, self.step, self.drawn]
+        own = [tensor.clone() for tensor in changed]
         if self.slots is not None:
             rows.fill_(self.slots.scratch)
         side = torch.cuda.Stream(device)
@@ -296,10 +353,9 @@ class GraphDecoder:
         with torch.cuda.stream(side):
             self.body(size, is_shared=is_shared)
         torch.cuda.current_stream(device).wait_stream(side)
-        rows.copy_(own)
-        torch.cuda.synchronize(device)
+        for tensor, before in zip(changed, own, strict=True):
+            tensor.copy_(before)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process (a learner) may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with capturing(graph, self.pool):
             logits_SV = self.body(size, is_shared=is_shared)
         return graph, logits_SV

@@ -53,7 +53,7 @@ class MixedAttend:
         return self.put(np.flatnonzero(np.repeat(is_in, counts)))
 
     def put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.cache.device)
+        return torch.from_numpy(array).to(self.cache.device, non_blocking=True)
 
     def __call__(
         self,

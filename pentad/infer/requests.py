@@ -78,9 +78,11 @@ def params_problems(params: SamplingParams, limits: RequestLimits) -> Iterator[P
         yield Problem(f"top_k = {params.top_k}", "must be 0 (no limit) or positive")
     if not 0 <= params.num_top <= limits.vocab_size:
         yield Problem(f"num_top = {params.num_top}", f"must be 0 to {limits.vocab_size}")
-    for stop in params.stop_ids:
-        if not 0 <= stop < limits.vocab_size:
-            yield Problem(f"stop_ids: {stop}", outside(limits))
+    stop_ids = params.stop_ids  # there may be thousands
+    if stop_ids and not 0 <= min(stop_ids) <= max(stop_ids) < limits.vocab_size:
+        for stop in stop_ids:
+            if not 0 <= stop < limits.vocab_size:
+                yield Problem(f"stop_ids: {stop}", outside(limits))
     if "" in params.stop_strings:
         yield Problem("stop_strings: ''", "every text contains it")
     if params.stop_strings and not limits.can_decode:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -172,6 +172,7 @@ class Runner:
                 self.cache,
                 self.table,
                 self.max_context,
+                self.settings.steps_together,
                 capture=self.captures_graphs,
                 strict=self.settings.strict,
                 slots=self.slots,
@@ -204,25 +205,39 @@ class Runner:
     def run(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
         """Computes the planned tokens; returns ids and log-probs of the sampled rows."""
         self.tops = {}
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with self.on_device():
             if self.decoder is not None and plan.is_decode:
                 return self.decode(self.decoder, plan.rows)
-            return self.compute(plan)
+            ids_N, logprobs_N = self.compute(plan)
+            return ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
+
+    def can_launch(self, rows: np.ndarray) -> bool:
+        """Whether decode steps of these rows can be captured, and sampling needs no host."""
+        needs_host = self.table.is_truncated[rows].any() or self.table.num_top[rows].any()
+        return self.decoder is not None and self.captures_graphs and not needs_host
 
     @torch.inference_mode()
-    def launch(self, rows: np.ndarray, after: Launched | None = None) -> Launched | None:
-        """Launches one decode step without waiting; None if sampling needs the host or the step
-        cannot be captured."""
-        table, decoder = self.table, self.decoder
-        needs_host = table.is_truncated[rows].any() or table.num_top[rows].any()
-        if decoder is None or not self.captures_graphs or needs_host:
-            return None
+    def begin(self, plan: Plan) -> Launched:
+        """Launches a step with prefills without waiting."""
+        assert self.decoder is not None
         self.tops = {}
-        with torch.cuda.device(self.device):
-            return decoder.launch(rows, after)
+        with self.on_device():
+            return self.decoder.adopt(plan.drawn_rows, *self.compute(plan))
 
-    def compute(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-        """Computes a step with any mixture of prefill and decode."""
+    @torch.inference_mode()
+    def launch(self, rows: np.ndarray, num_steps: int, after: Launched | None = None) -> Launched:
+        """Launches decode steps without waiting."""
+        assert self.decoder is not None
+        self.tops = {}
+        with self.on_device():
+            return self.decoder.launch(rows, num_steps, after)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def compute(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Computes a step with any mixture of prefill and decode; returns ids and log-probs of the
+        sampled rows, on the device."""
         hidden_TD = self.forward(plan)
         if plan.copies:
             assert self.cache is not None
@@ -245,8 +260,8 @@ class Runner:
             ids.append(drawn[0])
             logprobs.append(drawn[1])
         if not ids:
-            return np.zeros(0, np.int64), np.zeros(0, np.float32)
-        return np.concatenate(ids), np.concatenate(logprobs)
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+        return torch.cat(ids), torch.cat(logprobs)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         model = self.model
@@ -256,11 +271,14 @@ class Runner:
         return bent(product_NV, model.logit_scale, model.logit_cap)
 
     def decode(self, decoder: GraphDecoder, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        launched = decoder.launch(rows)
+        launched = decoder.launch(rows, 1)
+        assert launched.logits_NV is not None
         if self.table.is_truncated[rows].any():
-            return self.draw(rows, launched.logits_NV)
+            ids_N, logprobs_N = self.draw(rows, launched.logits_NV)
+            return ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
         self.note_tops(rows, launched.logits_NV)
-        return launched.read()
+        ids_1N, logprobs_1N = launched.read()
+        return ids_1N[0], logprobs_1N[0]
 
     def forward(self, plan: Plan) -> Tensor:
         table, size = self.table, self.settings.block_size
@@ -304,20 +322,23 @@ class Runner:
             return MixedAttend(self.cache, rows, self.dtype)
         return PagedAttend(self.cache, rows)
 
-    def draw(self, rows: np.ndarray, logits_NV: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, rows: np.ndarray, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
         table = self.table
-        uniform_N = uniforms(table.seed[rows], table.num_tokens[rows])
-        top_k_N = top_p_N = None
-        if table.is_truncated[rows].any():
-            top_k_N, top_p_N = self.put(table.top_k[rows]), self.put(table.top_p[rows])
+        uniform_N = self.put(uniforms(table.seed[rows], table.num_tokens[rows]))
         temperature_N = self.put(table.temperature[rows])
-        ids_N, logprobs_N = draw(
-            logits_NV, self.put(uniform_N), temperature_N.float(), top_k_N, top_p_N
-        )
+        if table.is_truncated[rows].any():
+            limits = self.put(table.top_k[rows]), self.put(table.top_p[rows])
+            ids_N, logprobs_N = draw(logits_NV, uniform_N, temperature_N.float(), *limits)
+        elif self.has_kernels:
+            from pentad.infer.draw_kernel import draw_fused
+
+            ids_N, logprobs_N = draw_fused(logits_NV, uniform_N, temperature_N)
+        else:
+            ids_N, logprobs_N = draw(logits_NV, uniform_N, temperature_N.float())
         if self.settings.strict:
             logprobs_N = strict_logprobs(logits_NV, ids_N, temperature_N)
         self.note_tops(rows, logits_NV)
-        return ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
+        return ids_N, logprobs_N
 
     def note_tops(self, rows: np.ndarray, logits_NV: Tensor) -> None:
         """Stores the most likely tokens of the rows that request them."""
@@ -337,8 +358,9 @@ class Runner:
             self.tops[int(row)] = list(zip(ids[:num], logprobs[:num], strict=True))
 
     def put(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+        """Copies to the device without waiting for earlier kernels; pageable memory may be reused
+        at once."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def reads_prompts(dims: ModelDims) -> bool:

@@ -45,6 +45,9 @@ class Plan:
         return len(self.drawn_rows) == len(self.rows) == int(self.counts.sum())
 
 
+EndedSequences = list[tuple[Sequence, FinishReason]]
+
+
 def arrival_of(sequence: Sequence) -> int:
     return sequence.arrival
 
@@ -118,30 +121,58 @@ class RequestScheduler:
 
     def record(
         self, plan: Plan, ids: np.ndarray, logprobs: np.ndarray, version: int
-    ) -> list[tuple[Sequence, FinishReason]]:
+    ) -> EndedSequences:
         """Records the computed and sampled tokens of a step; returns sequences that ended by id or
         by length."""
-        table, rows = self.table, plan.drawn_rows
-        table.num_computed[plan.rows] += plan.counts
+        self.table.num_computed[plan.rows] += plan.counts
+        return self.extend(plan.drawn_rows, ids[None], logprobs[None], version)[1]
+
+    def record_steps(
+        self,
+        rows: np.ndarray,
+        ids_KN: np.ndarray,
+        logprobs_KN: np.ndarray,
+        version: int,
+        *,
+        is_planned: bool,
+    ) -> tuple[np.ndarray, EndedSequences]:
+        """Records K decode steps of these rows, each up to its end; returns their numbers of
+        tokens, and sequences that ended. `is_planned`: the first step was made by `plan`."""
+        start = self.table.num_computed[rows]
+        counts, ended = self.extend(rows, ids_KN, logprobs_KN, version)
+        self.table.num_computed[rows] = start + counts
+        self.remember_filled(rows, start + is_planned, counts - is_planned)
+        return counts, ended
+
+    def extend(
+        self, rows: np.ndarray, ids_KN: np.ndarray, logprobs_KN: np.ndarray, version: int
+    ) -> tuple[np.ndarray, EndedSequences]:
+        """Adds up to K tokens to each row; returns their numbers, and sequences that ended."""
+        table, num_steps = self.table, len(ids_KN)
         if not len(rows):
-            return []
-        table.append(rows, ids, logprobs, version)
-        is_stopped = table.stops.stops(rows, ids)
-        is_done = is_stopped | (table.num_tokens[rows] >= table.limit[rows])
-        done: list[tuple[Sequence, FinishReason]] = []
-        for i in np.flatnonzero(is_done):
-            sequence = table.sequences[rows[i]]
+            return np.zeros(0, np.int64), []
+        room = table.limit[rows] - table.num_tokens[rows]
+        is_stop_KN = table.stops.stops(rows, ids_KN)
+        has_stop = is_stop_KN.any(axis=0)
+        first_stop = np.where(has_stop, is_stop_KN.argmax(axis=0) + 1, num_steps)
+        counts = np.minimum(first_stop, room)
+        table.append(rows, counts, ids_KN, logprobs_KN, version)
+        is_stopped = has_stop & (counts == first_stop)
+        ended: EndedSequences = []
+        which = np.flatnonzero(is_stopped | (counts == room))
+        for row, by_id in zip(rows[which].tolist(), is_stopped[which].tolist(), strict=True):
+            sequence = table.sequences[row]
             assert sequence is not None
-            done.append((sequence, "stop" if is_stopped[i] else "length"))
-        return done
+            ended.append((sequence, "stop" if by_id else "length"))
+        return counts, ended
 
     def finish(self, ended: Mapping[Sequence, FinishReason]) -> None:
         """Ends these sequences, in any state, and frees their memory. Followers end with their
         leader, because only a whole request can be ended before its first token."""
         if any(sequence.row < 0 for sequence in ended):
             self.waiting = [s for s in self.waiting if s not in ended]
+        self.vacate(list(ended))
         for sequence, reason in ended.items():
-            self.vacate(sequence)
             sequence.finish = reason
         self.running = [s for s in self.running if s.row >= 0]
         self.rows = self.rows[self.table.is_seated[self.rows]]
@@ -162,20 +193,20 @@ class RequestScheduler:
             self.num_prefilled += int(counts[i])
         if budget == 0 or later == 0:
             rows, counts = rows[counts > 0], counts[counts > 0]
-        self.remember_filled(rows, counts)
+        self.remember_filled(rows, table.num_computed[rows], counts)
         return (rows, counts), budget, later
 
-    def remember_filled(self, rows: np.ndarray, counts: np.ndarray) -> None:
-        computed = self.table.num_computed[rows]
+    def remember_filled(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        """Stores the blocks filled by `counts` tokens of each row, from `starts` on."""
         size = self.pool.block_size
-        is_filled = (computed + counts) // size > computed // size
-        for i in np.flatnonzero(is_filled & (counts > 1)):
+        num_filled = (starts + counts) // size - starts // size
+        for i in np.flatnonzero(num_filled > 1):
             sequence = self.table.sequences[rows[i]]
             assert sequence is not None
-            self.remember_blocks(sequence, int(computed[i]), int(counts[i]))
-        # One token each, the usual case: reads all their blocks at once.
-        which = np.flatnonzero(is_filled & (counts == 1))
-        index_N = computed[which] // size
+            self.remember_blocks(sequence, int(starts[i]), int(counts[i]))
+        # One block each, the usual case: reads all of them at once.
+        which = np.flatnonzero(num_filled == 1)
+        index_N = starts[which] // size
         places = (index_N * size)[:, None] + np.arange(size)
         tokens = self.table.tokens[rows[which][:, None], places].tolist()
         for row, index, filled in zip(rows[which].tolist(), index_N.tolist(), tokens, strict=True):
@@ -183,28 +214,35 @@ class RequestScheduler:
             assert sequence is not None
             sequence.node = self.pool.remember(sequence.node, filled, sequence.blocks[index])
 
-    # Steps launched before the previous one is recorded.
+    # Decode steps launched together, or before the previous ones are recorded.
 
-    def rows_ahead(self, rows: np.ndarray, seats: np.ndarray) -> np.ndarray | None:
-        """Returns the rows of the current step that get a further token unless a stop id ends them,
-        with a block for it. None if the next step should wait for this one."""
-        table, pool = self.table, self.pool
+    def rows_ahead(self, rows: np.ndarray, seats: np.ndarray, num_made: int) -> np.ndarray:
+        """Returns the rows of `num_made` steps in progress that get a further token unless a stop
+        id ends them; none if the next step should wait for these."""
         if self.may_admit:
-            return None
-        num_tokens = table.num_tokens[rows] + 1
-        goes_on = (table.num_seated[rows] == seats) & (num_tokens < table.limit[rows])
-        rows, num_tokens = rows[goes_on], num_tokens[goes_on]
-        full = rows[num_tokens > table.num_blocks[rows] * pool.block_size]
-        if not len(rows) or pool.num_free < len(full):
-            return None
-        self.grow(full)
-        return rows
+            return rows[:0]
+        table = self.table
+        is_short = table.num_tokens[rows] + num_made < table.limit[rows]
+        return rows[(table.num_seated[rows] == seats) & is_short]
 
-    def plan_ahead(self, rows: np.ndarray) -> Plan:
-        """Returns the plan of such a step when its results arrive, without rows that have ended."""
-        counts = np.ones(len(rows), np.int64)
-        self.remember_filled(rows, counts)
-        return Plan(rows, self.table.num_computed[rows], counts, rows, np.arange(len(rows)))
+    def reserve(self, rows: np.ndarray, num_made: int, wanted: int) -> int:
+        """Takes blocks for up to `wanted` decode steps of these rows, at most one block for each
+        row, after `num_made` in progress; returns the number of steps that have room. Rows that
+        reach their limit before the last step wait for it."""
+        table, pool = self.table, self.pool
+        wanted = min(wanted, pool.block_size, self.most_left(rows) - num_made)
+        for num_steps in sorted({wanted, 1}, reverse=True):
+            computed = table.num_tokens[rows] + num_made + num_steps - 1
+            computed = np.minimum(computed, table.limit[rows] - 1)
+            full = rows[computed > table.num_blocks[rows] * pool.block_size]
+            if pool.num_free >= len(full):
+                self.grow(full)
+                return num_steps
+        return 0
+
+    def most_left(self, rows: np.ndarray) -> int:
+        """Returns the largest number of tokens that one of these rows may still get."""
+        return int((self.table.limit[rows] - self.table.num_tokens[rows]).max())
 
     def admit(self, budget: int, later: int) -> list[tuple[Sequence, int]]:
         """Admits waiting sequences in order until one does not fit."""
@@ -300,7 +338,7 @@ class RequestScheduler:
             forked: list[Sequence] = []
             for follower in leader.followers:
                 if num_full < len(leader.blocks) and pool.num_free == 0:
-                    self.vacate(follower)
+                    self.vacate([follower])
                     self.add(follower)
                     continue
                 follower.blocks = leader.blocks[:num_full]
@@ -337,8 +375,9 @@ class RequestScheduler:
         """Frees the blocks of a running sequence, which waits to be recomputed."""
         self.running.remove(sequence)
         self.num_preemptions += 1
-        for other in [sequence, *sequence.followers]:
-            self.vacate(other)
+        freed = [sequence, *sequence.followers]
+        self.vacate(freed)
+        for other in freed:
             self.add(other)
         sequence.followers = []
         self.seat_changed()
@@ -347,12 +386,14 @@ class RequestScheduler:
         while self.running:
             self.preempt(self.running[-1])
 
-    def vacate(self, sequence: Sequence) -> None:
-        if sequence.row >= 0:
+    def vacate(self, sequences: list[Sequence]) -> None:
+        seated = [sequence for sequence in sequences if sequence.row >= 0]
+        for sequence in seated:
             self.before_release(sequence)
-            self.table.unseat(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        self.table.unseat(seated)
+        for sequence in sequences:
+            self.pool.release(sequence.blocks)
+            sequence.blocks = []
 
     def seat_changed(self) -> None:
         self.running.sort(key=arrival_of)

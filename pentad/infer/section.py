@@ -39,6 +39,10 @@ class SamplerSettings(Section):
     cuda_graphs: bool = True
     """With Triton kernels on a GPU, decodes with captured graphs. A mixture of experts does so in
     bf16; in other dtypes its dispatch reads sizes from the device."""
+    steps_together: Count = 4
+    """Decode steps that are launched together on a GPU, so that the host works once for all of
+    them. 1 if requests wait, stream or have stop strings: then the host decides after each
+    step."""
     shares_prompts: bool = True
     """With Triton kernels, rows of a decode step that share the blocks of a long prompt read them
     together."""

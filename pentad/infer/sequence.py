@@ -142,22 +142,26 @@ class Table:
         self.stops.put_beside(first, rows)
         self.has_followers[first] = True
 
-    def unseat(self, sequence: Sequence) -> None:
-        """Frees the row; copies its tokens to the sequence."""
-        row, prompt = sequence.row, sequence.num_prompt
-        size = int(self.num_tokens[row])
-        sequence.ids = self.tokens[row, :size].tolist()
-        ids = self.tokens[row, prompt:size].copy()
-        logprobs = self.logprobs[row, prompt:size].copy()
-        versions = self.versions[row, prompt:size].copy()
-        sequence.logprobs, sequence.versions = logprobs.tolist(), versions.tolist()
-        sequence.arrays = ids, logprobs, versions
-        self.sequences[row] = None
-        self.is_seated[row] = False
-        self.num_seated[row] += 1
-        self.stops.drop(row)
-        self.free_rows.append(row)
-        sequence.row = -1
+    def unseat(self, sequences: list[Sequence]) -> None:
+        """Frees the rows; copies their tokens to the sequences."""
+        rows = [sequence.row for sequence in sequences]
+        sizes = self.num_tokens[rows]
+        width = int(sizes.max(initial=0))
+        ids_SL, logprobs_SL, versions_SL = (
+            column[rows, :width] for column in (self.tokens, self.logprobs, self.versions)
+        )
+        for i, (sequence, size) in enumerate(zip(sequences, sizes.tolist(), strict=True)):
+            new = slice(sequence.num_prompt, size)
+            sequence.ids = ids_SL[i, :size].tolist()
+            own = ids_SL[i, new].copy(), logprobs_SL[i, new].copy(), versions_SL[i, new].copy()
+            sequence.arrays = own
+            sequence.logprobs, sequence.versions = own[1].tolist(), own[2].tolist()
+            self.sequences[sequence.row] = None
+            sequence.row = -1
+        self.is_seated[rows] = False
+        self.num_seated[rows] += 1
+        self.stops.drop(rows)
+        self.free_rows += rows
 
     def set_blocks(self, row: int, first: int, blocks: list[int]) -> None:
         """Writes the block ids from place `first` on; the row ends after them."""
@@ -190,14 +194,25 @@ class Table:
             self.logprobs = widen(self.logprobs, num_columns)
             self.versions = widen(self.versions, num_columns)
 
-    def append(self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Adds one token to each of these rows."""
-        places = self.num_tokens[rows]
-        self.reserve_columns(int(places.max()) + 1)
-        self.tokens[rows, places] = ids
-        self.logprobs[rows, places] = logprobs
-        self.versions[rows, places] = version
-        self.num_tokens[rows] = places + 1
+    def append(
+        self,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        ids_KN: np.ndarray,
+        logprobs_KN: np.ndarray,
+        version: int,
+    ) -> None:
+        """Adds to each of these rows the first `counts` of its K tokens."""
+        ends = self.num_tokens[rows] + counts
+        self.reserve_columns(int(ends.max()))
+        is_new_KN = np.arange(len(ids_KN))[:, None] < counts
+        step_M, which_M = np.nonzero(is_new_KN)
+        rows_M = rows[which_M]
+        places_M = self.num_tokens[rows_M] + step_M
+        self.tokens[rows_M, places_M] = ids_KN[is_new_KN]
+        self.logprobs[rows_M, places_M] = logprobs_KN[is_new_KN]
+        self.versions[rows_M, places_M] = version
+        self.num_tokens[rows] = ends
 
 
 class StopSets:
@@ -225,8 +240,9 @@ class StopSets:
         self.num_users[index] += len(others)
         self.set_of_row[others] = index
 
-    def drop(self, row: int) -> None:
-        self.num_users[self.set_of_row[row]] -= 1
+    def drop(self, rows: list[int]) -> None:
+        for index in self.set_of_row[rows].tolist():
+            self.num_users[index] -= 1
 
     def stops(self, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Whether each id ends its row."""

@@ -53,19 +53,19 @@ class Grouping:
     def saved_share(self) -> float:
         return self.num_saved / max(1, self.num_places)
 
-    def tiles(self, rows: np.ndarray, lengths: np.ndarray) -> RowTiles | None:
-        """Returns the tiles of a step, None for one without. Shared blocks never change while the
-        same sequences run."""
+    def tiles(self, rows: np.ndarray, lengths_KN: np.ndarray) -> RowTiles | None:
+        """Returns the tiles of K steps, None for steps without. Shared blocks never change while
+        the same sequences run."""
         table, seats = self.table, self.table.num_seated[rows]
         is_known = self.known is not None and np.array_equal(self.known[0], rows)
         if self.known is None or not (is_known and np.array_equal(self.known[1], seats)):
             size = table.block_size
-            num_full = (lengths - 1) // size
+            num_full = (lengths_KN[0] - 1) // size
             sizes = (size, self.min_tokens, self.max_rows)
             self.known = rows, seats, row_tiles(table.blocks[rows], num_full, *sizes)
         found = self.known[2]
-        self.num_places += int(lengths.sum())
-        self.num_saved += 0 if found is None else found.num_saved
+        self.num_places += int(lengths_KN.sum())
+        self.num_saved += 0 if found is None else len(lengths_KN) * found.num_saved
         return found
 
 

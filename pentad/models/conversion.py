@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -194,11 +195,12 @@ def _config_of(conversion: Conversion, root: Path, folder: Path) -> Path:
 def convert(
     conversion: Conversion,
     *,
-    processes: int = 1,
+    pool: Executor | None = None,
     force: bool = False,
     progress: OnProgress = lambda what, done, total: None,
 ) -> Converted:
-    """Converts, or finds an earlier result; problems are raised before anything is written."""
+    """Converts, or finds an earlier result; problems are raised before anything is written. `pool`:
+    processes that write files, of which a lost one raises Transient; None: this one does."""
     started = time.monotonic()
     check_apart(Path(conversion.source), Path(conversion.target))
     opened = open_source(conversion)
@@ -222,9 +224,7 @@ def convert(
     check_target(target, force=force or is_damaged)
     with write_aside(target) as aside:
         folder = aside if recipe.to == "hf" else aside / checkpoint_name(recipe.iteration)
-        written = write_files(
-            output, build_output, recipe, folder, processes=processes, progress=progress
-        )
+        written = write_files(output, build_output, recipe, folder, pool=pool, progress=progress)
         output.finish(folder, {name: file.notes for name, file in written.items()})
         _write_companions(recipe, opened, aside)
         if stats_of(opened.files()) != source.stats:

@@ -7,18 +7,16 @@ changed files. An interrupted conversion leaves a hidden folder, which the next 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, Transient, UserError
 from pentad.core.files import atomic_folder, file_digest, is_being_written
 from pentad.weights.hf import write_json
 from pentad.weights.megatron.outputs import Output
@@ -138,10 +136,11 @@ def write_files(
     recipe: Hashable,
     folder: Path,
     *,
-    processes: int,
+    pool: Executor | None,
     progress: OnProgress,
 ) -> dict[str, WrittenFile]:
-    """Writes every file of the output. Other processes build the output again: `build(recipe)`."""
+    """Writes every file of the output, in the processes of `pool` if there is one. They build the
+    output again: `build(recipe)`."""
     folder.mkdir(exist_ok=True)
     check_space(folder, output)
     total = sum(output.files.values())
@@ -151,40 +150,37 @@ def write_files(
         progress("writing", min(sum(path.stat().st_size for path in paths), total), total)
 
     written = {}
-    if processes == 1 or len(output.files) == 1:
+    if pool is None or len(output.files) == 1:
         for name in output.files:
             show()
             written[name] = write_one(output, folder, name)
     else:
-        written = _in_processes(build, recipe, folder, list(output.files), processes, show)
+        write = partial(_write_one_here, build, recipe, folder)
+        written = _in_processes(pool, write, list(output.files), folder, show)
     progress("writing", total, total)
     return written
 
 
 def _in_processes(
-    build: Build,
-    recipe: Hashable,
-    folder: Path,
+    pool: Executor,
+    write: Callable[[str], WrittenFile],
     names: list[str],
-    processes: int,
+    folder: Path,
     show: Callable[[], None],
 ) -> dict[str, WrittenFile]:
-    """Writes the files in spawned processes (not forked: the parent may have threads)."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(names)), mp_context=context) as pool:
-        jobs = {name: pool.submit(_write_one_here, build, recipe, folder, name) for name in names}
-        pending = set(jobs.values())
-        try:
-            while pending:
-                done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
-                for job in done:
-                    job.result()
-                show()
-        except BrokenProcessPool as error:
-            rule = "a worker process died without an error message, perhaps for lack of memory"
-            raise RunError(f"{folder}: {rule}; run it again with fewer processes") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+    jobs = {name: pool.submit(write, name) for name in names}
+    pending = set(jobs.values())
+    try:
+        while pending:
+            done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
+            for job in done:
+                job.result()
+            show()
+    except Transient as error:
+        remedy = "run it again with fewer processes, which take less memory"
+        raise RunError(f"{folder}: {error}; {remedy}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
     return {name: job.result() for name, job in jobs.items()}
 
 

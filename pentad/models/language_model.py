@@ -62,6 +62,8 @@ class LanguageModel(nn.Module):
         self.cache_shapes: tuple[tuple[int, int], ...] = ()
         """(kv heads, width) of each call of the attention core, in order, if calls do not pass
         their layer; empty if they do."""
+        self.packs_rows = True
+        """Whether a pass can compute several rows; else each row has a microbatch of its own."""
         self.present: Callable[[str, Tensor], Tensor] = as_it_is
         """Converts a parameter to its global form; in a layout, to a DTensor."""
         self.adapter_map: WeightMap | None = None

@@ -214,13 +214,23 @@ def dims_to_sample(folder: str | Path) -> ModelDims:
 def build_unfiled(folder: str | Path, *, device: DeviceLike, dtype: torch.dtype) -> LanguageModel:
     """Builds transformers' model for a folder whose family has no model file. Weights are NaN until
     they are installed or loaded."""
-    from pentad.models.hf.config import read_hf_config
-    from pentad.models.hf.module import build_hf_model
-
-    model = build_hf_model(read_hf_config(folder), dtype=dtype).to_empty(device=device)
+    model = meta_unfiled(folder, dtype).to_empty(device=device)
     model.fill_tables()
     blank(model)
     return model
+
+
+def meta_unfiled(folder: str | Path, dtype: torch.dtype) -> LanguageModel:
+    """Like `build_unfiled`, without memory; UserError for a model that cannot be sampled."""
+    from pentad.models.hf.config import read_hf_config
+    from pentad.models.hf.module import build_hf_model
+
+    built = build_hf_model(read_hf_config(folder), dtype=dtype)
+    if not built.packs_rows:
+        rule = f"layers of {built.dims.family} carry state from token to token, which the embedded "
+        rule += "sampler's cache does not hold"
+        raise UserError(Problem(f"model folder = {folder}", rule, "sample with vllm or sglang"))
+    return built
 
 
 def load_to_sample(

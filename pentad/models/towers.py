@@ -241,6 +241,11 @@ def _renamed(name: str, names: Names) -> str:
     return new + name.removeprefix(begin)
 
 
+def named_by_family(name: str, dims: ModelDims) -> str:
+    """The name of a tower's tensor in a folder of its family; other names unchanged."""
+    return _renamed(name, tuple((there, own) for own, there in dims.tower_names))
+
+
 def in_tower(own: WeightMap, names: Names) -> WeightMap:
     """Renames the map of a family to the names of a text tower."""
 

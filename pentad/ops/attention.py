@@ -1,8 +1,9 @@
 """Causal attention over packed sequences: a token attends to earlier tokens of its own sequence.
 
 Three implementations of the same function: `PaddedAttend` pads sequences of similar length and uses
-SDPA (any device, any dtype); `VarlenAttend` is a flash kernel over the packed tokens (CUDA, 16
-bit): FlashAttention-4 if installed (Hopper and later, about twice as fast), else torch's;
+SDPA (any device, any dtype); `VarlenAttend` is a kernel over the packed tokens (CUDA, 16 bit):
+FlashAttention-4 if installed (Hopper and later, about twice as fast), else torch's flash kernel,
+or `ops.short_kernel` if all sequences are short;
 `EqualAttend` is cuDNN's kernel for sequences of one length (Hopper and later).
 
 Shapes: T packed tokens, P padded slots, S sequences, L length, H query heads, K key-value heads,
@@ -32,6 +33,13 @@ from pentad.ops.sinks import (
     sink_gradients,
 )
 
+try:
+    from pentad.ops.short_kernel import short_attend
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
 VARLEN_OPTIONS = frozenset[str]()
 if torch.backends.cuda.is_built():  # the import takes a second, so it is skipped without CUDA
     with suppress(ImportError):  # some platforms build torch without it
@@ -47,6 +55,11 @@ BUCKET_SLACK = 16
 """...unless it is at most this many tokens shorter: a call costs more than such padding."""
 FLASH4_FROM = 128
 """Shorter sequences use torch's kernel, whose call takes a third of the host time."""
+MAX_SHORT = 128
+"""Sequences of up to this many tokens use a kernel for which a sequence is one tile."""
+MAX_SHORT_HEAD_DIM = 64
+SHORT_SHARED_BYTES = 120_000
+"""Shared memory of a GPU that such a tile of gradients needs at this width."""
 MAX_FLASH_HEAD_DIM = 256
 MAX_CUDNN_HEAD_DIM = 128
 CUDNN_STEP = 128
@@ -70,11 +83,33 @@ def build_attend(
     kind = flash_kind(longest or max(lengths), device=device, dtype=dtype, head_dim=head_dim)
     if kind is None or (capped and kind != "flash4"):
         return PaddedAttend(lengths, device=device)
-    packed = VarlenAttend(lengths, device=device, is_flash4=kind == "flash4")
+    is_short = kind == "varlen" and takes_short(max(longest or 0, *lengths), head_dim, device)
+    packed = VarlenAttend(lengths, device=device, is_flash4=kind == "flash4", is_short=is_short)
     is_equal = len(set(lengths)) == 1 and lengths[0] % CUDNN_STEP == 0
     if is_equal and not capped and has_cudnn_attention(device, head_dim):
         return EqualAttend(lengths, packed)
     return packed
+
+
+def attend_captured(
+    lengths_S: Tensor,
+    max_length: int,
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    longest: int | None = None,
+) -> VarlenAttend:
+    """The kernel of `build_attend` for lengths on the device, which a captured pass reads again at
+    each replay; none exceeds `max_length`."""
+    kind = flash_kind(
+        longest or max_length, device=lengths_S.device, dtype=dtype, head_dim=head_dim
+    )
+    assert kind is not None, "buckets are used only with a flash kernel"
+    is_short = kind == "varlen" and takes_short(
+        max(longest or 0, max_length), head_dim, lengths_S.device
+    )
+    is_flash4 = kind == "flash4"
+    return VarlenAttend.on_device(lengths_S, max_length, is_flash4=is_flash4, is_short=is_short)
 
 
 class WidthAttend:
@@ -111,6 +146,15 @@ def flash_kind(
     if is_long and flash4.takes(dtype, head_dim) and flash4.has_flash4(device):
         return "flash4"
     return "varlen" if has_varlen_attention(device, dtype, head_dim) else None
+
+
+def takes_short(longest: int, head_dim: int, device: torch.device) -> bool:
+    """Whether the kernel for short sequences is used instead of torch's flash kernel."""
+    if not HAS_TRITON or longest > MAX_SHORT or head_dim > MAX_SHORT_HEAD_DIM:
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    room: int = getattr(properties, "shared_memory_per_block_optin", 0)
+    return room >= SHORT_SHARED_BYTES
 
 
 def reference_attention(
@@ -295,18 +339,35 @@ def from_slots(x_Pnd: Tensor, slot_T: Tensor) -> Tensor:
 
 
 class VarlenAttend:
-    """Packed attention by a variable-length flash kernel: torch's, or FlashAttention-4."""
+    """Packed attention by a kernel for variable lengths: torch's, FlashAttention-4, or one for
+    short sequences."""
 
     def __init__(
-        self, lengths: Sequence[int], *, device: torch.device, is_flash4: bool = False
+        self,
+        lengths: Sequence[int],
+        *,
+        device: torch.device,
+        is_flash4: bool = False,
+        is_short: bool = False,
     ) -> None:
-        self.is_flash4 = is_flash4
+        self.is_flash4, self.is_short = is_flash4, is_short
         ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
         bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
         self.bounds_S = bounds.to(device, non_blocking=True)
         # The kernel uses the maximum only to size its grid. Powers of two avoid a recompilation for
         # every length.
         self.max_length = 1 << (max(lengths) - 1).bit_length()
+
+    @classmethod
+    def on_device(
+        cls, lengths_S: Tensor, max_length: int, *, is_flash4: bool, is_short: bool
+    ) -> VarlenAttend:
+        """Takes lengths that are on the device, of which none exceeds `max_length`, so that a
+        captured pass computes with the lengths of each replay."""
+        made = cls.__new__(cls)
+        made.is_flash4, made.is_short, made.max_length = is_flash4, is_short, max_length
+        made.bounds_S = F.pad(lengths_S.cumsum(0), (1, 0)).to(torch.int32)
+        return made
 
     def __call__(
         self,
@@ -326,6 +387,9 @@ class VarlenAttend:
             return result
         assert cap is None, "torch's kernel has no limit on scores"
         bounds, most = self.bounds_S, self.max_length
+        if self.is_short and sinks is None:
+            short: Tensor = short_attend(q_THd, k_TKd, v_TKd, bounds, most, window or 0)
+            return short
         return varlen(q_THd, k_TKd, v_TKd, bounds, bounds, most, most, window, sinks)
 
 

@@ -42,6 +42,7 @@ KEPT_OPS = {
     "torch_attn._varlen_attn.default",
     "pentad.flash4.default",
     "pentad.tree_flash4.default",
+    "pentad.short_attend.default",
     "pentad.varlen_sinks.default",
     "pentad.route.default",
     "_c10d_functional.reduce_scatter_tensor.default",

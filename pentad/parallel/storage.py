@@ -33,13 +33,18 @@ else:
     HAS_TRITON = True
 
 
+ALIGNED = 64
+"""Gradients begin at multiples of this many elements, as separately allocated ones do."""
+
+
 class CastWeights:
     """Casts the master weights of one rank for compute, without FSDP2 and its copies. A forward
     pre-hook of the root module.
 
     From the first forward pass until `rest`, modules have copies of their parameters in compute
     dtype, made once for all microbatches. Backward adds a copy's gradient to its master's at once.
-    Otherwise modules have the masters, and the copies have no memory.
+    Otherwise modules have the masters, and the copies have no memory, unless captured passes read
+    it (`keeps_memory`).
     """
 
     def __init__(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -53,28 +58,54 @@ class CastWeights:
         self.dtypes = dtypes
         self.masters: dict[str, nn.Parameter] = {}
         self.copies: dict[str, nn.Parameter] = {}
+        self.is_filled = False
+        """Whether the copies have the masters' values."""
         self.is_in_use = False
+        """Whether modules have the copies."""
+        self.keeps_memory = False
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.is_in_use:
+        if not self.is_in_use:
+            self.fill()
+            self._place(self.copies)
+            self.is_in_use = True
+
+    def fill(self) -> None:
+        """Casts the masters, unless that was done since `rest`."""
+        if self.is_filled:
             return
         if not self.copies:
             self._make_copies()
         for copy in self.copies.values():
-            copy.untyped_storage().resize_(copy.nbytes)
+            storage = copy.untyped_storage()
+            if storage.nbytes() == 0:  # else it would be moved to other memory
+                storage.resize_(copy.nbytes)
         with torch.no_grad():
             torch._foreach_copy_(list(self.copies.values()), list(self.masters.values()))
-        self._place(self.copies)
-        self.is_in_use = True
+        self.is_filled = True
 
     def rest(self) -> None:
         """Puts the masters back into the modules."""
-        if not self.is_in_use:
-            return
-        self._place(self.masters)
+        if self.is_in_use:
+            self._place(self.masters)
+        if self.is_filled and not self.keeps_memory:
+            self._free()
+        self.is_filled = self.is_in_use = False
+
+    def stop_keeping(self) -> None:
+        """Frees memory that was kept for captured passes, at once or with the next `rest`."""
+        self.keeps_memory = False
+        if not self.is_filled:
+            self._free()
+
+    def _free(self) -> None:
         for copy in self.copies.values():
             copy.untyped_storage().resize_(0)
-        self.is_in_use = False
+
+    def drop_gradients(self) -> None:
+        """Drops gradients of copies that an interrupted backward left."""
+        for copy in self.copies.values():
+            copy.grad = None
 
     def _place(self, parameters: Mapping[str, nn.Parameter]) -> None:
         for name, (module, key) in self.places.items():
@@ -203,6 +234,51 @@ def reshard(root: nn.Module) -> None:
     """Puts the stored weights back where a pass left gathered or cast ones."""
     for unit in units(root):
         unit.reshard()
-    for hook in root._forward_pre_hooks.values():
-        if isinstance(hook, CastWeights):
-            hook.rest()
+    if (cast := cast_weights(root)) is not None:
+        cast.rest()
+
+
+def cast_weights(root: nn.Module) -> CastWeights | None:
+    """Returns the casts of one rank's weights, if it has any."""
+    hooks = root._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, CastWeights)), None)
+
+
+class GradientBuffers:
+    """Memory for gradients that keeps its addresses, as captured passes need it: one buffer per
+    dtype and device."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+        sizes: dict[torch.dtype, int] = {}
+        begins = []
+        for parameter in self.parameters:
+            begin = sizes.get(parameter.dtype, 0)
+            begins.append(begin)
+            room = -(-parameter.numel() // ALIGNED) * ALIGNED
+            sizes[parameter.dtype] = begin + room
+        device = self.parameters[0].device
+        self.buffers = {
+            dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()
+        }
+        self.views = [
+            self.buffers[p.dtype][begin : begin + p.numel()].view(p.shape)
+            for p, begin in zip(self.parameters, begins, strict=True)
+        ]
+
+    def attach(self) -> None:
+        """Makes the buffers the gradients of all parameters, which keep their values."""
+        pairs = zip(self.parameters, self.views, strict=True)
+        apart = [(p, view) for p, view in pairs if p.grad is not view]
+        if not apart:
+            return
+        found = [(view, p.grad) for p, view in apart if p.grad is not None]
+        if len(apart) == len(self.parameters):
+            for buffer in self.buffers.values():
+                buffer.zero_()
+        else:
+            torch._foreach_zero_([view for _, view in apart])
+        for view, gradient in found:
+            view.copy_(gradient)
+        for parameter, view in apart:
+            parameter.grad = view

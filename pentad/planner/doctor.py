@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pentad.core.layout import SERVERS
 from pentad.core.machine import (
     GIB,
     GpuQueryError,
@@ -64,8 +65,6 @@ OPTIONAL = {
     "triton": ("GPU kernels and torch.compile on a GPU", "comes with torch for CUDA"),
 }
 """Distribution -> (its purpose, the command that installs it)."""
-SERVERS = ("vllm", "sglang")
-"""Commands of servers that sample for a run, from their own environments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,8 @@ class Training:
     """How weights are published by the learner (`config.topology`)."""
     keeps_newest: bool = False
     """Whether the newest weights are kept for restarted samplers."""
+    captures: bool = False
+    """Whether passes are captured as CUDA graphs, whose memory stays allocated."""
 
     @property
     def compute_bytes(self) -> int:
@@ -369,13 +371,19 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
         # Allocated from the start (engine.optim), so that a run that loads has room for it.
         put(PHASES, where, "optimizer", OPTIMIZER_STATES * trained)
         put(("optimizer",), where, "gradients", trained)
-    gathered_in = PHASES if training.has_buffers else ("log-prob", "backward")
+    is_held = training.has_buffers or training.captures
+    gathered_in = PHASES if is_held else ("log-prob", "backward")
     put(gathered_in, "device", "gathered weights", gathered_weights(training, held))
     if training.has_buffers and training.with_optimizer:
         put(PHASES, "device", "gradients", training.reduce_bytes * held.total)
     for part, size in forward_moment(training, pp_rank).items():
         put(("log-prob",), "device", part, size)
     worst = max(backward_moments(training, pp_rank), key=lambda parts: sum(parts.values()))
+    if training.captures:
+        put(("rollout", "log-prob", "publish"), "device", "gradients", trained)
+        size = sum(size for part, size in worst.items() if part != "gradients")
+        put(after_load, "device", "captured passes", size)
+        worst = worst | {"gradients": trained}
     for part, size in worst.items():
         put(("backward",), where if part == "gradients" else "device", part, size)
     largest = largest_tensor(training.dims)

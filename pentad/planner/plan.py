@@ -11,7 +11,7 @@ from dataclasses import replace
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.layout import Placed, placed_components
 from pentad.config.schema import Config
-from pentad.config.topology import facts_of, topology
+from pentad.config.topology import Topology, facts_of, topology
 from pentad.core.dims import ModelDims
 from pentad.core.fit import is_interleaved
 from pentad.core.layout import Allocation, Layout
@@ -24,7 +24,7 @@ from pentad.core.sizes import (
     PublishKind,
     default_microbatch_tokens,
 )
-from pentad.engine.section import EngineSettings, ModelConfig
+from pentad.engine.section import EngineSettings, ModelConfig, captures
 from pentad.models.catalog import dims_of
 from pentad.planner.adapters import FACTOR_BYTES, JOINED_SHARE, num_factors
 from pentad.planner.figures import Batch, Device, RunPlan, SamplePlan, TrainPlan
@@ -35,7 +35,7 @@ from pentad.planner.memory import (
     Training,
     training_phases,
 )
-from pentad.planner.sampling import Sampling, kv_token_bytes, sampler_weights
+from pentad.planner.sampling import Sampling, base_bytes, kv_token_bytes, sampler_weights
 
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
@@ -105,7 +105,7 @@ def _build(
         if not part.component.is_inference
     ]
     samplers = [
-        plan_sampler(part, allocation, trainers, batch, device)
+        plan_sampler(part, placed, trainers, batch, device)
         for part in found
         if part.component.is_inference
     ]
@@ -136,6 +136,7 @@ def _build(
         is_async,
         publish_kind,
     )
+    plan.notes += map(note_on_base, samplers if config.actor.lora is not None else ())
     if batch.prompt_is_assumed:
         what = "prompts" if batch.answer_tokens else "rows"
         text = f"{what} of {batch.prompt_tokens} tokens assumed"
@@ -190,6 +191,14 @@ def plan_batch(
     )
 
 
+def note_on_base(sampler: SamplePlan) -> str:
+    """Note on the frozen weights of an adapter: whether a sampler has a copy."""
+    size = f"{base_bytes(sampler.sampling) / GIB:.1f} GiB of frozen weights"
+    if sampler.sampling.shares_weights:
+        return f"actor.lora: {size} counted once: the sampler uses the learner's"
+    return f"actor.lora: {size} counted in the learner and in each sampler, which has a copy"
+
+
 def several_turns(config: Config, batch: Batch) -> str:
     """Note on the assumed length of samples with several turns."""
     workflow, given = ", ".join(config.rollout.specs), config.gconfig.max_sampled_tokens
@@ -231,6 +240,12 @@ def plan_trainer(
     trains = part.key == "critic" or component.role in ("actor", "critic")
     rollout = allocation.find("rollout")
     is_attached = bool(config.rollout.server.addresses)
+    settings = EngineSettings(
+        model=model,
+        max_row_tokens=batch.sequence_tokens,
+        strict=config.strict and part.key == "actor",
+    ).settled(device.kind, layout)
+    is_captured = captures(settings, part.dims, layout, component.backend, device.kind)
     training = Training(
         dims=part.dims,
         layout=layout,
@@ -248,6 +263,7 @@ def plan_trainer(
         snapshot_on_host=config.snapshot_on_host(device.kind),
         publish_kind=publish_kind,
         keeps_newest=rollout is not None and not is_attached,
+        captures=trains and is_captured and not config.offload_train,
     )
     phases = [training_phases(training, rank) for rank in range(layout.pp)]
     role = "critic" if part.key == "critic" else component.role
@@ -281,9 +297,9 @@ def num_tags(config: Config, allocation: Allocation) -> int:
 
 
 def plan_sampler(
-    part: Placed, allocation: Allocation, trainers: list[TrainPlan], batch: Batch, device: Device
+    part: Placed, placed: Topology, trainers: list[TrainPlan], batch: Batch, device: Device
 ) -> SamplePlan:
-    config, component = part.config, part.component
+    config, component, allocation = part.config, part.component, placed.allocation
     assert part.dims is not None, "unknown models are refused before"
     given, running = config.rollout.kv_cache_gb, config.num_running
     replicas, group = component.size("d"), config.gconfig.n_samples
@@ -292,6 +308,7 @@ def plan_sampler(
         tp=component.size("t"),
         pp=component.size("p"),
         weight_bytes=config.actor.bytes_on(device.kind),
+        weight_dtype=config.rollout.weight_dtype,
         cache_dtype=config.rollout.kv_cache_dtype,
         sequence_tokens=batch.sequence_tokens,
         num_sequences=min(running, math.ceil(config.groups_started * group / replicas)),
@@ -305,10 +322,7 @@ def plan_sampler(
         factors: float = FACTOR_BYTES * num_factors(part.dims, config.actor.lora)
         if component.backend == "embedded" and device.kind == "cuda" and not config.strict:
             factors *= JOINED_SHARE[bool(part.dims.num_experts)]
-        # transformers' layers have other weight names than a sampler's: nothing can be shared.
-        lenders = [t for t in near if is_one_process(t) and t.component.backend == "archon"]
-        is_one = component.backend == "embedded" and bool(lenders)
-        sampling = replace(sampling, adapter_bytes=factors, shares_weights=is_one)
+        sampling = replace(sampling, adapter_bytes=factors, shares_weights=placed.shares_base)
     weights = sampler_weights(sampling)
     pass_tokens = 0
     if component.backend == "embedded":
@@ -329,17 +343,14 @@ def plan_sampler(
     )
 
 
-def is_one_process(trainer: TrainPlan) -> bool:
-    """Whether a sampler on the device is in the learner's process, so that no weights are
-    transferred."""
-    return trainer.role == "actor" and trainer.training.publish_kind == "none"
-
-
 def free_for_cache(sampling: Sampling, near: list[TrainPlan], device: Device) -> float | None:
-    """Free GPU memory when an embedded sampler is built, after the models in `near` are loaded."""
+    """Free GPU memory when an embedded sampler is built, after the models in `near` are loaded;
+    none of them if they are offloaded, except for frozen weights that the sampler uses."""
     if device.kind == "cpu":
         return None
     loaded = sum(max(row["load"].device_bytes for row in trainer.phases) for trainer in near)
+    if sampling.shares_weights and not near:
+        loaded = PROCESS_BYTES["cuda"] + base_bytes(sampling)
     free = device.memory_bytes - max(loaded, PROCESS_BYTES["cuda"]) - sampler_weights(sampling)
     return max(free, 0.0)
 
@@ -368,6 +379,7 @@ def add_neighbours(
     training = trainer.training
     keeps_passes = training.publish_kind != "none" and training.device == "cuda"
     near = [s for s in samplers if s.devices.start == trainer.devices.start]
+    lends = trainer.role == "actor" and any(s.sampling.shares_weights for s in near)
     for pp_rank, row in enumerate(trainer.phases):
         for name, phase in row.items():
             if name == "load":
@@ -377,12 +389,17 @@ def add_neighbours(
             if name in ("rollout", "publish") and config.offload_train:
                 if training.device == "cuda":
                     phase.device.pop("other models", None)  # each moves its own
-                for part in [part for part in phase.device if part != "overhead"]:
+                kept = ["overhead", *(["weights"] if lends else [])]
+                for part in [part for part in phase.device if part not in kept]:
                     phase.host[part] = phase.host.get(part, 0.0) + phase.device.pop(part)
             sleeps = config.offload_rollout and name not in ("rollout", "publish")
-            for sampler in [] if sleeps else near:
+            for sampler in near:
                 is_embedded = sampler.component.backend == "embedded"
                 if is_embedded and pp_rank > 0:
+                    continue
+                if sleeps:
+                    if is_embedded and sampler.sampling.adapter_bytes:  # they stay (infer.runner)
+                        phase.device["sampler weights"] = sampler.weights_bytes
                     continue
                 phase.device["sampler weights"] = sampler.weights_bytes
                 phase.device["kv cache"] = sampler.kv_bytes

@@ -16,7 +16,12 @@ from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.planner.hub import fetch, pin
 from pentad.planner.plan import choose_device
-from pentad.planner.remedies import choose_logits, choose_microbatches, choose_offloading
+from pentad.planner.remedies import (
+    choose_graphs,
+    choose_logits,
+    choose_microbatches,
+    choose_offloading,
+)
 from pentad.rl.section import PreferenceConfig
 
 
@@ -67,6 +72,8 @@ def prepare(
         if command in ("plan", "train"):
             config, said = choose_offloading(config, device, command)
             notes += said
+        config, said = choose_graphs(config, device, command)
+        notes += said
         config, said = choose_logits(config, device, command)
         notes += said
     return config, notes

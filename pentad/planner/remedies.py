@@ -34,7 +34,8 @@ MAX_TP = 64
 RECOMPUTED, SELECTION = "actor.archon.ac_mode", "actor.archon.ac_selective"
 MICROBATCHES, CRITICS = "actor.mb_spec.n_mbs", "critic.mb_spec.n_mbs"
 KEEPING_SHARE = 0.8
-"""Logits are kept by default if the planned peak is then at most this share of a GPU."""
+"""Logits are kept and passes captured by default if the planned peak is then at most this share of
+a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +275,23 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
     return changed, [f"actor.archon.keep_logits = true: {why}"]
 
 
+def choose_graphs(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
+    """Switches `archon.cuda_graphs` off where it is auto if captured passes would fill the GPU."""
+    if not _is_chosen_for(config, device, command):
+        return config, []
+    plan = build_plan(config, device)
+    captured = {one.role for one in plan.trainers if one.training.captures}
+    models = {"actor": config.actor, "critic": config.critic}
+    roles = [role for role in captured & set(models) if models[role].archon.cuda_graphs == "auto"]
+    if not roles or plan.peak_bytes <= KEEPING_SHARE * device.memory_bytes:
+        return config, []
+    need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
+    why = f"with captured passes {need:.1f} of {have:.1f} GiB are planned"
+    keys = [f"{role}.archon.cuda_graphs" for role in sorted(roles)]
+    changed = with_values(config, dict.fromkeys(keys, False))
+    return changed, [f"{key} = false: {why}" for key in keys]
+
+
 def _is_chosen_for(config: Config, device: Device, command: Command) -> bool:
     """Whether a choice can depend on memory: the GPU exists and all its contents are known."""
     is_known = device.kind == "cuda" and (command == "plan" or device.is_here)
@@ -282,7 +300,7 @@ def _is_chosen_for(config: Config, device: Device, command: Command) -> bool:
 
 def saves_beside(config: Config, device: Device, in_use_bytes: float) -> bool:
     """Whether a run writes its saves during training, according to its plan."""
-    if _is_counted(config):
+    if config.saver.mode == "auto" and _is_counted(config):
         return build_plan(config, device, in_use_bytes=in_use_bytes).is_async
     return saves_async(config, 0.0, device.host_bytes)
 

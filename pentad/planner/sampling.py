@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from pentad.core import sizes
 from pentad.core.dims import ModelDims
+from pentad.core.quantization import WeightDtype, is_quantised
 from pentad.core.sizes import SamplerPass
+from pentad.models.families import map_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +20,7 @@ class Sampling:
     tp: int = 1
     pp: int = 1
     weight_bytes: int = 2
+    weight_dtype: WeightDtype = "auto"
     cache_dtype: sizes.CacheDtype = "auto"
     sequence_tokens: int
     """Maximum length of prompt and answer."""
@@ -29,7 +33,7 @@ class Sampling:
     adapter_bytes: float = 0.0
     """Bytes of an adapter's factors, in addition to the weights."""
     shares_weights: bool = False
-    """Whether it uses the learner's frozen weights, in the same process."""
+    """Whether it uses the learner's frozen weights (`config.topology`)."""
     device: str = "cuda"
     strict: bool = False
 
@@ -43,8 +47,21 @@ def sampler_weights(sampling: Sampling) -> float:
     """Bytes of the model, split by the replica's tp and pp, and of an adapter's factors."""
     if sampling.shares_weights:
         return sampling.adapter_bytes
-    whole = sampling.weight_bytes * sampling.dims.num_params + sampling.adapter_bytes
+    whole = base_bytes(sampling) + sampling.adapter_bytes
     return whole / (sampling.tp * sampling.pp)
+
+
+def base_bytes(sampling: Sampling) -> float:
+    """Bytes of the model without an adapter."""
+    whole = float(sampling.weight_bytes * sampling.dims.num_params)
+    if sampling.weight_dtype == "fp8":
+        shapes = (
+            source.shape
+            for name, source in map_of(sampling.dims).sources.items()
+            if is_quantised(name, source.shape)
+        )
+        whole -= (sampling.weight_bytes - 1) * sum(map(prod, shapes))
+    return whole
 
 
 def kv_token_bytes(sampling: Sampling) -> float:

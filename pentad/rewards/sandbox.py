@@ -18,22 +18,28 @@ import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from pentad.core.errors import Problem, UserError, one_line, raise_problems
+from pentad.core.errors import (
+    InfraFailure,
+    Problem,
+    RunError,
+    UserError,
+    one_line,
+    raise_problems,
+)
 from pentad.core.scratch import scratch_folder
 from pentad.core.specs import shown
-from pentad.rewards import breakout, confine
+from pentad.rewards import breakout, confine, warden
 from pentad.rewards.section import RewardConfig
-from pentad.rewards.warden import FRAME
+from pentad.runtime.process import Child, python_command
+from pentad.runtime.wire import Connection
 
 log = logging.getLogger(__name__)
 FailureKind = Literal[
     "timeout", "memory", "output", "processes", "crash", "error", "cancelled", "lost", "judge"
 ]
 Cause = Literal["ours", "sample", "unclear"]
-MAX_HEADER_BYTES = 1 << 16
 MAX_DETAIL = 500
 MAX_NESTING = 50
 """Maximum depth of lists and dicts in a result, because its readers may recurse."""
@@ -42,8 +48,6 @@ GRACE_S = 10.0
 START_TIMEOUT_S = 60.0
 """Time limit for starting a worker, including the import of the reward's module, in seconds."""
 CLOSE_PATIENCE_S = 2.0
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-BOOT += "from pentad.rewards.warden import main; main()"
 MIB = 1 << 20
 FOLDER_PREFIX = "pentad-jobs-"
 
@@ -91,79 +95,59 @@ class Worker:
     preload: Sequence[str]
     folder: str
     start_timeout_s: float = START_TIMEOUT_S
-    process: asyncio.subprocess.Process | None = None
+    process: Child | None = None
+    connection: Connection | None = None
     lost_at: float | None = None
     """Time at which it stopped answering."""
 
     async def start(self) -> dict[str, Any]:
-        """Starts the warden; returns its first message: its imports and the working protections."""
+        """Starts the warden; returns its imports and the working protections."""
         limits = dataclasses.asdict(self.limits)
         config = {"limits": limits, "folder": self.folder, "preload": list(self.preload)}
+        environment = _environment(isolate=self.limits.isolate)
+        command = python_command(warden.__name__, config)
+        self.process, ours = Child.connected(command, environment=environment)
+        streams = await asyncio.open_unix_connection(sock=ours)
+        self.connection = Connection("the reward worker", *streams, generation=0)
         with breakout.bait(self.folder) as bait:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                BOOT,
-                json.dumps({**config, "bait": bait}),
-                json.dumps([path or str(Path.cwd()) for path in sys.path]),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=_environment(isolate=self.limits.isolate),
-                start_new_session=True,
-            )
-            _, body = await self._reply(self.start_timeout_s)
+            _, body = await self._ask(self.start_timeout_s, "hello", bait=bait)
         return dict(json.loads(body))
 
     async def run(self, job: dict[str, Any], payload: bytes) -> tuple[JobFailed | None, bytes]:
         if self.process is None:
             check_start(await self.start(), self.limits)
-        await self._send({"kind": "job", **job}, payload)
-        header, body = await self._reply(job["timeout_s"] + GRACE_S)
-        failed = JobFailed(header["failure"], header["detail"]) if header["failure"] else None
-        return failed, body
+        return await self._ask(job["timeout_s"] + GRACE_S, "run", job=job, body=payload)
 
-    async def cancel(self) -> None:
+    def cancel(self) -> None:
         """Makes the warden end its job at once; the caller of the job receives the answer."""
-        await self._send({"kind": "cancel"}, b"")
+        if self.connection is not None:
+            self.connection.emit("cancel", None)
 
     async def end(self, patience_s: float = CLOSE_PATIENCE_S) -> None:
         """Ends the warden and all processes below it; kills them after `patience_s`."""
         process, self.process = self.process, None
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            await connection.close()
         if process is None:
             return
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            async with asyncio.timeout(patience_s):
-                await process.wait()
-        except TimeoutError:
+        if not await asyncio.to_thread(process.wait, patience_s):
             await asyncio.to_thread(confine.end_all, process.pid, with_root=True)
-            await process.wait()
+        await asyncio.to_thread(process.end)
 
-    async def _send(self, header: dict[str, Any], body: bytes) -> None:
-        if self.process is None or self.process.stdin is None:
-            return
-        head = json.dumps(header).encode()
-        try:
-            self.process.stdin.write(FRAME.pack(len(head), len(body)) + head + body)
-            await self.process.stdin.drain()
-        except OSError as failure:
-            raise WorkerLost(f"its pipe is closed ({failure})") from failure
-
-    async def _reply(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
-        assert self.process is not None and self.process.stdout is not None
-        reader = self.process.stdout
+    async def _ask(
+        self, timeout_s: float, method: str, **arguments: Any
+    ) -> tuple[JobFailed | None, bytes]:
+        assert self.connection is not None, "it has started"
         try:
             async with asyncio.timeout(timeout_s):
-                num_head, num_body = FRAME.unpack(await reader.readexactly(FRAME.size))
-                if num_head > MAX_HEADER_BYTES or num_body > self.limits.max_result_bytes + MIB:
-                    raise WorkerLost(f"it announced {num_head} and {num_body} bytes")
-                head, body = await reader.readexactly(num_head), await reader.readexactly(num_body)
-            return json.loads(head), body
+                said = await self.connection.call(method, **arguments)
         except TimeoutError as failure:
             raise WorkerLost(f"no answer within {timeout_s:g} s") from failure
-        except (asyncio.IncompleteReadError, OSError, ValueError) as failure:
+        except (InfraFailure, RunError) as failure:
             raise WorkerLost(f"it ended or sent invalid data ({failure})") from failure
+        failed = JobFailed(said["failure"], said["detail"]) if said["failure"] else None
+        return failed, said["body"]
 
 
 def check_start(said: dict[str, Any], limits: confine.Limits) -> None:
@@ -334,7 +318,7 @@ class Sandbox:
     async def _abandon(self, worker: Worker, task: asyncio.Task[Any]) -> None:
         """Ends a job whose caller no longer waits; keeps its worker."""
         try:
-            await worker.cancel()
+            worker.cancel()
             await task
         except (WorkerLost, UserError):
             await worker.end(patience_s=0.0)

@@ -1,10 +1,11 @@
 """The worker process of the reward pool: starts each job as a fork, enforces its limits and reads
 its result.
 
-Standard library only. Started by `sandbox.py`, which communicates over two pipes in frames of a
-JSON header and raw bytes. A job's arguments arrive pickled from the parent; its result is returned
-as bytes that are never unpickled. Jobs are forked from a separate process (`origin.py`), which
-never receives these data. When the parent ends, the warden ends its job and exits.
+Started by `sandbox.py`, whose calls it answers as the other end of a `runtime.wire.Connection`. It
+has no event loop and imports only the standard library and files of ours that need no other. A
+job's arguments arrive pickled from the parent; its result is returned as bytes that are never
+unpickled. Jobs are forked from a separate process (`origin.py`), which never receives these data.
+When the parent ends, the warden ends its job and exits.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ import pickle
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from typing import Any
 
 from pentad.rewards import confine, origin
+from pentad.runtime.frames import receive, send
 
-FRAME = struct.Struct(">II")
 PARENT_CHECK_S = 1.0
 PROCESS_CHECK_S = 0.02
 MEMORY_CHECK_S = 0.01
@@ -41,57 +41,58 @@ class Ended:
     body: bytes = b""
 
 
+CANCELLED = Ended("cancelled", "its caller no longer waits")
+
+
 class Warden:
     """Runs one job at a time, each until all its processes have ended."""
 
-    def __init__(self, limits: confine.Limits, source: socket.socket, source_pid: int) -> None:
+    def __init__(
+        self,
+        limits: confine.Limits,
+        control: socket.socket,
+        source: socket.socket,
+        source_pid: int,
+    ) -> None:
         self.limits = limits
+        self.control = control
         self.source, self.source_pid = source, source_pid
         """The process that forks jobs."""
         self.parent = os.getppid()
-        self.control, self.reply = os.dup(0), os.dup(1)
-        nowhere = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nowhere, 0)
         os.dup2(2, 1)
         confine.adopt_orphans()
 
     def serve(self) -> None:
-        while (frame := self._next_frame()) is not None:
-            header, body = frame
-            if header["kind"] == "job":
-                self._answer(self._run(header, body))
+        """Answers calls until the parent has closed its end or has ended. An event is the end of a
+        job that is over by now."""
+        while (items := self._next_items()) is not None:
+            for number, item in enumerate(items):
+                if "call" in item:
+                    if len(items) > number + 1:  # one call at a time: its cancellation follows
+                        ended = CANCELLED
+                    else:
+                        ended = getattr(self, item["method"])(**item["arguments"])
+                    value = {"failure": ended.failure, "detail": ended.detail, "body": ended.body}
+                    send(self.control, {"answer": item["call"], "value": value})
 
-    def hello(self, bait: dict[str, Any]) -> None:
+    def hello(self, bait: dict[str, Any]) -> Ended:
         """Tests the protections, and reports them with the result of the imports."""
         said = json.loads(self._from_source())
         job = {"spec": f"{origin.__name__}:probe", "timeout_s": 20.0, "capture": "result"}
         given = {"limits": dataclasses.asdict(self.limits), "target": bait}
-        tried = self._run(job, pickle.dumps(given))
+        tried = self.run(job, pickle.dumps(given))
         found = {"detail": tried.detail} if tried.failure else json.loads(tried.body)
         said["missing"] = found["value"] if "value" in found else [found["detail"]]
-        self._answer(Ended(None, body=json.dumps(said).encode()))
+        return Ended(None, body=json.dumps(said).encode())
 
-    def _next_frame(self) -> tuple[dict[str, Any], bytes] | None:
-        """Returns the next frame; None if the parent has closed its end or has ended."""
+    def _next_items(self) -> list[dict[str, Any]] | None:
         while not select.select([self.control], [], [], PARENT_CHECK_S)[0]:
             if os.getppid() != self.parent:
                 return None
-        lengths = self._read(FRAME.size)
-        if len(lengths) < FRAME.size:
+        try:
+            return receive(self.control)
+        except (EOFError, ConnectionError):
             return None
-        header, body = map(self._read, FRAME.unpack(lengths))
-        return json.loads(header), body
-
-    def _read(self, num: int) -> bytes:
-        pieces = bytearray()
-        while len(pieces) < num and (piece := os.read(self.control, num - len(pieces))):
-            pieces += piece
-        return bytes(pieces)
-
-    def _answer(self, ended: Ended) -> None:
-        header = json.dumps({"failure": ended.failure, "detail": ended.detail}).encode()
-        frame = FRAME.pack(len(header), len(ended.body)) + header + ended.body
-        origin.write(self.reply, frame)
 
     def _from_source(self) -> bytes:
         message = self.source.recv(origin.MESSAGE_BYTES)
@@ -99,7 +100,7 @@ class Warden:
             raise EOFError("the process that jobs are forked from has ended")
         return message
 
-    def _run(self, job: dict[str, Any], body: bytes) -> Ended:
+    def run(self, job: dict[str, Any], body: bytes) -> Ended:
         num_before = self._num_processes()
         read_end = self._start(job, body)
         _, [watch], _, _ = socket.recv_fds(self.source, origin.MESSAGE_BYTES, 1)
@@ -136,7 +137,8 @@ class Warden:
         max_tables = self.limits.max_memory_bytes // confine.PAGE_TABLE_SHARE
         written = bytearray()
         poll = select.poll()
-        for descriptor in (watch, pipe, self.control):
+        control = self.control.fileno()
+        for descriptor in (watch, pipe, control):
             poll.register(descriptor, select.POLLIN)
         os.set_blocking(pipe, False)
         while True:
@@ -152,8 +154,8 @@ class Warden:
                 return Ended("output", f"more than {self.limits.max_result_bytes} bytes")
             if watch in ready:
                 return Ended(None, body=bytes(written))
-            if self.control in ready or os.getppid() != self.parent:
-                return Ended("cancelled", "its caller no longer waits")
+            if control in ready or os.getppid() != self.parent:
+                return CANCELLED
             if confine.page_table_bytes(watch) > max_tables:
                 return Ended("memory", f"more than {max_tables} bytes of page tables")
             if self.limits.allow_processes:
@@ -193,22 +195,23 @@ def _judge(ended: Ended, status: int, capture: str) -> Ended:
 
 
 def main() -> None:
-    config = json.loads(sys.argv[1])
+    config, control = json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[-2]))
+    control.set_inheritable(False)
     limits = confine.Limits(**config["limits"])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source_pid = os.fork()  # before this process has data that jobs must not read
     if source_pid == 0:
         confine.resume_after_parent()
         ours.close()
+        control.close()
         source = origin.Origin(limits, config["folder"], theirs)
         source.hello(config["preload"])
         source.serve()
         return
     theirs.close()
-    warden = Warden(limits, ours, source_pid)
+    warden = Warden(limits, control, ours, source_pid)
     try:
         with contextlib.suppress(BrokenPipeError):  # the parent has ended
-            warden.hello(config["bait"])
             warden.serve()
     finally:
         confine.end_all(os.getpid())

@@ -1,4 +1,4 @@
-"""The table of algorithms; makes losses and learner rows from settings.
+"""The functions of algorithms; makes losses and learner rows from settings.
 
 An algorithm consists of facts (`facts.py`), an advantage function and a surrogate; all else (KL,
 entropy, corrections, normalisation, shaping) are settings that any algorithm can use.
@@ -7,29 +7,19 @@ entropy, corrections, normalisation, shaping) are settings that any algorithm ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 
 from pentad.core.types import Group, Loss, Row
 from pentad.rl import advantages as adv
 from pentad.rl import losses
 from pentad.rl.advantages import Advantages
-from pentad.rl.facts import FACTS, AlgorithmFacts
 from pentad.rl.ragged import Rollouts
 from pentad.rl.rows import build_rows
-from pentad.rl.section import AlgorithmSettings
+from pentad.rl.section import AlgorithmConfig
 
-AdvantageFunction = Callable[[Rollouts, AlgorithmSettings], Advantages]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm(AlgorithmFacts):
-    """An entry of the table: facts and functions."""
-
-    advantages: AdvantageFunction
-    surrogate: losses.Surrogate
+AdvantageFunction = Callable[[Rollouts, AlgorithmConfig], Advantages]
 
 
-def _group_relative(rollouts: Rollouts, settings: AlgorithmSettings) -> Advantages:
+def _group_relative(rollouts: Rollouts, settings: AlgorithmConfig) -> Advantages:
     return adv.group_relative(rollouts)
 
 
@@ -52,6 +42,7 @@ FUNCTIONS: dict[str, tuple[AdvantageFunction, losses.Surrogate]] = {
     "sapo": (_group_relative, losses.gated),
     "gmpo": (_group_relative, losses.geometric_clipped),
     "icepop": (_group_relative, losses.clipped),
+    "kpop": (_group_relative, losses.clipped),
     "m2po": (_group_relative, losses.unbounded),
     "opo": (lambda rollouts, s: adv.length_weighted(rollouts), losses.clipped),
     "gpg": (lambda rollouts, s: adv.centred_and_rescaled(rollouts), losses.unclipped),
@@ -65,19 +56,15 @@ FUNCTIONS: dict[str, tuple[AdvantageFunction, losses.Surrogate]] = {
     "distill": (lambda rollouts, s: adv.distillation(rollouts, gamma=s.gamma), losses.clipped),
 }
 """The advantage function and the surrogate of each entry of `FACTS`."""
-ALGORITHMS = {
-    name: Algorithm(**asdict(facts), advantages=FUNCTIONS[name][0], surrogate=FUNCTIONS[name][1])
-    for name, facts in FACTS.items()
-}
 
 
-def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> Loss:
+def build_policy_loss(settings: AlgorithmConfig, *, num_updates: int = 1) -> Loss:
     """Builds the loss of the policy. `num_updates`: optimizer steps per batch; with several, rows
     need `actor_logprobs`, computed before the first, unless the ratio is taken against the sampler
     or there is no ratio."""
     kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
     return losses.PolicyLoss(
-        ALGORITHMS[settings.name].surrogate,
+        FUNCTIONS[settings.name][1],
         clip=settings.clip,
         correction=settings.correction_settings,
         kl_coef=kl_coef,
@@ -91,7 +78,7 @@ def build_policy_loss(settings: AlgorithmSettings, *, num_updates: int = 1) -> L
     )
 
 
-def build_value_loss(settings: AlgorithmSettings) -> Loss:
+def build_value_loss(settings: AlgorithmConfig) -> Loss:
     """Builds the loss of the critic."""
     assert settings.facts.needs_critic, f"{settings.name} has no critic"
     return losses.ValueLoss(value_coef=settings.value_coef, eps_clip_value=settings.eps_clip_value)
@@ -99,11 +86,11 @@ def build_value_loss(settings: AlgorithmSettings) -> Loss:
 
 def make_rows(
     groups: Sequence[Group],
-    settings: AlgorithmSettings,
+    settings: AlgorithmConfig,
     *,
     max_new_tokens: int,
     compute_advantages: bool = True,
-) -> list[Row]:
+) -> Sequence[Row]:
     """Makes learner rows of scored groups, one per sample, in order.
 
     With advantage scope "group" the groups may be any part of a batch; with "batch" they must be
@@ -114,5 +101,5 @@ def make_rows(
     actor_logprobs, ref_logprobs, teacher_logprobs that the samples have. Without
     `compute_advantages` the samples must already have advantages (and returns).
     """
-    compute = ALGORITHMS[settings.name].advantages if compute_advantages else None
+    compute = FUNCTIONS[settings.name][0] if compute_advantages else None
     return build_rows(groups, settings, compute, max_new_tokens=max_new_tokens)

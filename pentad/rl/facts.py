@@ -37,7 +37,7 @@ class AlgorithmFacts:
     uses_gamma: bool = False
     """Whether the advantage function discounts."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings whose default differs from that of `AlgorithmSettings`."""
+    """Settings whose default differs from that of `AlgorithmConfig`."""
     off_policy: tuple[CorrectionKind, CorrectionLevel | None] = ("tis", None)
     """Correction of off-policy data, and its level if not the default: CISPO's clipped ratio
     already is a truncated weight, and GSPO's is the geometric mean of a sequence."""
@@ -153,6 +153,19 @@ FACTS: dict[str, AlgorithmFacts] = {
             "correction_cap": 5.0,
         },
         off_policy=("mis", None),
+    ),
+    "kpop": AlgorithmFacts(
+        text="GRPO without the tokens whose probabilities in trainer and sampler diverge, in "
+        "every mode.",
+        paper="https://ringtech.notion.site/kpop",
+        scope="group",
+        min_group_size=2,
+        defaults={
+            "loss_norm": "sequence",
+            "correction": "tis",
+            "correction_cap": 5.0,
+            "rejection": "binary_kl",
+        },
     ),
     "m2po": AlgorithmFacts(
         text="No clip; the tokens farthest from the sampler are left out until the second moment "

@@ -35,6 +35,10 @@ MAX_K3_SLOPE = 10.0
 """Largest |1 - exp(-d)| of k3, whose gradient would reach 5e8 at d = -20. verl bounds the value by
 10 instead, which leaves a token so far away without a gradient."""
 
+LEAST_REST = 1e-6
+"""Lower bound of the probability of all other tokens in `binary_kl`, since 1 - p has an error of
+about 1e-7 in float32."""
+
 
 def masked_difference(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
     """numerator - denominator where the mask is True, else 0 with gradient 0, also for NaN."""
@@ -67,6 +71,18 @@ def sequence_means(x_T: Tensor, mask_T: Tensor, segments: Segments) -> Tensor:
     return segments.spread(segments.sum(x_T) / num_S)
 
 
+def binary_kl(logprobs_T: Tensor, log_ratio_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Per token the larger of KL(p || q) and KL(q || p) between the distributions "this token or
+    another one" of two policies (KPop, https://ringtech.notion.site/kpop). `log_ratio_T`: log p -
+    log q. Other tokens have a probability of at least `LEAST_REST`."""
+    log_p_T = torch.where(mask_T, logprobs_T, torch.zeros_like(logprobs_T))
+    p_T, q_T = log_p_T.exp(), (log_p_T - log_ratio_T).exp()
+    rest_p_T, rest_q_T = (1 - p_T).clamp(min=LEAST_REST), (1 - q_T).clamp(min=LEAST_REST)
+    rest_T = torch.log(rest_p_T) - torch.log(rest_q_T)
+    forward_T = p_T * log_ratio_T + rest_p_T * rest_T
+    return torch.maximum(forward_T, -q_T * log_ratio_T - rest_q_T * rest_T)
+
+
 def correction_weights(
     proximal_T: Tensor,
     behaviour_T: Tensor,
@@ -82,7 +98,10 @@ def correction_weights(
     elif correction.level == "geometric":
         log_T = sequence_means(log_T, mask_T, segments)
     ratio_T = clamp_log_ratio(log_T).exp()
-    outside_T = mask_T & ((ratio_T > correction.cap) | (ratio_T < correction.floor))
+    if correction.level == "binary_kl":
+        outside_T = mask_T & (binary_kl(proximal_T.detach(), log_T, mask_T) > correction.cap)
+    else:
+        outside_T = mask_T & ((ratio_T > correction.cap) | (ratio_T < correction.floor))
     if correction.kind == "mis":
         weights_T = torch.where(outside_T, torch.zeros_like(ratio_T), ratio_T)
     else:

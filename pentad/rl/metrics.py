@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pentad.core.flat_rows import has_column, join_column, lengths_of
 from pentad.core.types import Group, Row
 from pentad.rl.kl import MAX_LOG_RATIO
-from pentad.rl.section import AlgorithmSettings
+from pentad.rl.section import AlgorithmConfig
 from pentad.rl.shaping import has_signal
 
 Metrics = dict[str, float | None]
@@ -24,7 +25,7 @@ def compute_metrics(
     groups: Sequence[Group],
     rows: Sequence[Row],
     outputs: Sequence[Mapping[str, Tensor]],
-    settings: AlgorithmSettings,
+    settings: AlgorithmConfig,
     *,
     stats: Mapping[str, float] | None = None,
 ) -> Metrics:
@@ -58,17 +59,17 @@ def sample_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def token_metrics(
-    rows: Sequence[Row], outputs: Sequence[Mapping[str, Tensor]], settings: AlgorithmSettings
+    rows: Sequence[Row], outputs: Sequence[Mapping[str, Tensor]], settings: AlgorithmConfig
 ) -> Metrics:
     """Metrics over trained tokens. `ratio`, `logprob_diff`, `kl_sampler`: trainer against sampler.
 
     kl_sampler is the k3 estimate of KL(sampler || trainer), kl_ref that of KL(trainer || ref).
     """
-    lengths = [row.columns["weights"].numel() for row in rows]
-    mask = _flat([row.columns["weights"] for row in rows]) != 0
+    lengths = lengths_of(rows)
+    mask = _column(rows, "weights") != 0
     trainer = _flat([output["logprobs"] for output in outputs])[mask]
-    sampler = _flat([row.columns["rollout_logprobs"] for row in rows])[mask]
-    advantages = _flat([row.columns["advantages"] for row in rows])[mask]
+    sampler = _column(rows, "rollout_logprobs")[mask]
+    advantages = _column(rows, "advantages")[mask]
     has_entropy = all("entropy" in output for output in outputs)
     entropy = _flat([o["entropy"] for o in outputs])[mask] if has_entropy else np.array([])
     log_ratio = trainer - sampler
@@ -90,13 +91,13 @@ def token_metrics(
         "logprob_diff_p99": _quantile(gap, 0.99),
         "logprob_diff_max": _quantile(gap, 1.0),
     }
-    if rows and all("ref_logprobs" in row.columns for row in rows):
-        ref = _flat([row.columns["ref_logprobs"] for row in rows])[mask]
+    if rows and has_column(rows, "ref_logprobs"):
+        ref = _column(rows, "ref_logprobs")[mask]
         metrics["kl_ref"] = _mean(_k3(trainer - ref))
     return metrics
 
 
-def loss_metrics(stats: Mapping[str, float], settings: AlgorithmSettings) -> Metrics:
+def loss_metrics(stats: Mapping[str, float], settings: AlgorithmConfig) -> Metrics:
     """Returns the shares of trained tokens that were clipped, corrected or rejected."""
     num_tokens = stats.get("tokens", 0.0)
     names = {
@@ -135,7 +136,7 @@ def effective_sample_size(log_ratio: np.ndarray) -> float | None:
 
 
 def _outside_clip(
-    log_ratio: np.ndarray, mask: np.ndarray, lengths: Sequence[int], settings: AlgorithmSettings
+    log_ratio: np.ndarray, mask: np.ndarray, lengths: Sequence[int], settings: AlgorithmConfig
 ) -> float | None:
     """Share of trained tokens whose ratio against the sampler leaves the clip band."""
     if settings.facts.ratio_level == "none" or "eps_clip" in settings.facts.unread:
@@ -148,6 +149,10 @@ def _outside_clip(
         log_ratio = np.concatenate(means) if means else log_ratio
     ratio, clip = _exp(log_ratio), settings.clip
     return _mean(((ratio < 1 - clip.low) | (ratio > 1 + clip.high)).astype(np.float64))
+
+
+def _column(rows: Sequence[Row], name: str) -> np.ndarray:
+    return _flat([join_column(rows, name)] if rows else [])
 
 
 def _flat(columns: Sequence[Tensor]) -> np.ndarray:

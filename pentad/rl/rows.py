@@ -6,6 +6,7 @@ Everything is computed in fp64 on the CPU and rounded once, into the rows' fp32 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import RunError
+from pentad.core.flat_rows import FlatRows
 from pentad.core.types import Group, Row, Sample
 from pentad.rl.advantages import Advantages
-from pentad.rl.ragged import Rollouts, cut
-from pentad.rl.section import AlgorithmSettings
+from pentad.rl.ragged import Rollouts
+from pentad.rl.section import AlgorithmConfig
 from pentad.rl.shaping import (
     drawn_from,
     highest,
@@ -37,11 +39,11 @@ DELIVERED = {"advantages", "returns"}
 
 def build_rows(
     groups: Sequence[Group],
-    settings: AlgorithmSettings,
-    compute: Callable[[Rollouts, AlgorithmSettings], Advantages] | None,
+    settings: AlgorithmConfig,
+    compute: Callable[[Rollouts, AlgorithmConfig], Advantages] | None,
     *,
     max_new_tokens: int,
-) -> list[Row]:
+) -> Sequence[Row]:
     """Builds one row per sample; without `compute` uses the samples' own advantages."""
     needed = needed_columns(settings, has_advantages=compute is None)
     check_groups(groups, needed, has_reward=not settings.facts.needs_teacher)
@@ -71,9 +73,7 @@ def build_rows(
     return _cut(samples, columns, norm.counts_S.tolist(), gids)
 
 
-def flatten(
-    groups: Sequence[Group], settings: AlgorithmSettings, *, max_new_tokens: int
-) -> Rollouts:
+def flatten(groups: Sequence[Group], settings: AlgorithmConfig, *, max_new_tokens: int) -> Rollouts:
     """Returns the groups as flat fp64 tensors, with shaped rewards."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = torch.tensor([sample.ids.size for sample in samples])
@@ -91,7 +91,7 @@ def flatten(
 
 
 def _shaped_rewards(
-    samples: Sequence[Sample], settings: AlgorithmSettings, max_new_tokens: int
+    samples: Sequence[Sample], settings: AlgorithmConfig, max_new_tokens: int
 ) -> Tensor:
     if settings.facts.needs_teacher:
         return torch.zeros(len(samples), dtype=torch.float64)
@@ -121,7 +121,7 @@ def _check_size(rewards_S: Tensor, samples: Sequence[Sample], max_reward: float)
 
 
 def _token_rewards(
-    samples: Sequence[Sample], mask_T: Tensor, settings: AlgorithmSettings
+    samples: Sequence[Sample], mask_T: Tensor, settings: AlgorithmConfig
 ) -> Tensor | None:
     has_kl = settings.kl_coef != 0 and settings.kl_in == "reward"
     if not has_kl and not settings.facts.needs_teacher:
@@ -145,7 +145,7 @@ def _token_rewards(
     return rewards_T
 
 
-def _trained(mask_T: Tensor, samples: Sequence[Sample], settings: AlgorithmSettings) -> Tensor:
+def _trained(mask_T: Tensor, samples: Sequence[Sample], settings: AlgorithmConfig) -> Tensor:
     """Returns the mask of trained tokens: sampled ones, except those of truncated samples with
     `mask_truncated`, and for M2PO only those close enough to the sampler's log-probs."""
     if settings.mask_truncated:
@@ -160,7 +160,7 @@ def _trained(mask_T: Tensor, samples: Sequence[Sample], settings: AlgorithmSetti
 
 
 def _select(
-    columns: dict[str, Tensor], samples: Sequence[Sample], settings: AlgorithmSettings, *, seed: int
+    columns: dict[str, Tensor], samples: Sequence[Sample], settings: AlgorithmConfig, *, seed: int
 ) -> None:
     """Clip-Cov: sets the advantages of the selected tokens to 0. KL-Cov: marks the tokens to
     penalise."""
@@ -191,18 +191,21 @@ def _cut(
     columns_T: dict[str, Tensor],
     counts: Sequence[float],
     gids: Sequence[int],
-) -> list[Row]:
-    lengths = [sample.ids.size for sample in samples]
-    ids = cut(torch.from_numpy(np.concatenate([s.ids for s in samples])), lengths)
+) -> Sequence[Row]:
     drawn = np.concatenate([s.rollout_logprobs for s in samples]).astype(np.float32, copy=False)
+    columns_T = {name: x_T.float() for name, x_T in columns_T.items()}
     columns_T["rollout_logprobs"] = torch.from_numpy(drawn)
-    parts = [cut(column_T.float(), lengths) for column_T in columns_T.values()]
-    rows = [
-        Row(ids[i], dict(zip(columns_T, own, strict=True)), counts[i], group=gids[i])
-        for i, own in enumerate(zip(*parts, strict=True))
-    ]
+    have = Counter(name for sample in samples for name in sample.columns if name in CARRIED)
+    whole = [name for name in CARRIED if have[name] == len(samples)]
+    for name in whole:
+        columns_T[name] = _concatenate(samples, name).float()
+    ids_T = torch.from_numpy(np.concatenate([s.ids for s in samples]))
+    flat = FlatRows(ids_T, columns_T, [s.ids.size for s in samples], counts, gids)
+    if len(have) == len(whole) and all(sample.routes is None for sample in samples):
+        return flat
+    rows = list(flat)
     for row, sample in zip(rows, samples, strict=True):
-        for name in CARRIED if sample.columns else ():
+        for name in set(have) - set(whole):
             if name in sample.columns:
                 row.columns[name] = torch.from_numpy(np.asarray(sample.columns[name], np.float32))
         if sample.routes is not None:
@@ -210,17 +213,16 @@ def _cut(
     return rows
 
 
-def needed_columns(settings: AlgorithmSettings, *, has_advantages: bool = False) -> set[str]:
+def needed_columns(settings: AlgorithmConfig, *, has_advantages: bool = False) -> set[str]:
     """Returns the columns that every sample must have."""
     wanted = {
         "rollout_logprobs": True,
-        "ref_logprobs": settings.needs_ref,
-        "teacher_logprobs": settings.facts.needs_teacher,
         "values": settings.facts.needs_critic,
         "advantages": has_advantages,
         "returns": has_advantages and settings.facts.needs_critic,
     }
-    return {name for name in wanted if wanted[name]}
+    scored = {f"{tag}_logprobs" for tag in settings.needs_tags}
+    return scored | {name for name in wanted if wanted[name]}
 
 
 def check_groups(groups: Sequence[Group], needed: set[str], *, has_reward: bool) -> None:

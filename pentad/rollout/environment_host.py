@@ -1,9 +1,10 @@
 """The processes of environments: one that imports the class, and a fork of it per episode.
 
 The first process (`main`) receives one end of a socket pair for each episode over its control
-socket, and forks; the fork makes the object and answers calls, one JSON object per line. The first
-process watches the same socket: when the run closes its end, it kills the fork with all processes
-that the environment started.
+socket, and forks; the fork makes the object and answers the calls of a `runtime.wire.Connection` in
+its main thread, outside of an event loop, which classes may need. The first process watches the
+same socket: when the run closes its end, it kills the fork with all processes that the environment
+started.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 from pentad.core.seeds import seed_globals
 from pentad.core.specs import accepted, load, why_not_loaded
 from pentad.rollout.schemas import schema_of
+from pentad.runtime.frames import receive, send
 from pentad.runtime.process import die_with_parent
 
 MAX_TEXT = 32_768
@@ -160,22 +162,25 @@ def state_of(environment: Any) -> dict[str, Any]:
 
 
 def serve(connection: socket.socket, spec: str, options: dict[str, Any]) -> None:
-    """Serves the calls of one episode; the first call makes the object."""
+    """Serves the calls of one episode; the first call makes the object. Values of the policy and of
+    the class are JSON texts, so that no name in them has a meaning in a frame."""
     hosted: EnvironmentObject | None = None
-    with connection.makefile("rwb") as stream:
-        for line in stream:
-            asked = json.loads(line)
-            name, arguments = asked["call"], asked.get("with", {})
-            try:
-                if hosted is None:
-                    seed_globals(asked["seed"])
-                    hosted = EnvironmentObject(load(spec), options)
-                answer = {"value": getattr(hosted, name)(**arguments)}
-            except BaseException as error:  # exit() in a tool counts as an error of the tool
-                answer = {"error": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
-                answer["place"] = place_of(error)
-            stream.write(json.dumps(answer).encode() + b"\n")
-            stream.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            for asked in receive(connection):
+                if "call" not in asked:  # a cancelled call ends with this process
+                    continue
+                given = asked["arguments"]
+                try:
+                    if hosted is None:
+                        seed_globals(given["seed"])
+                        hosted = EnvironmentObject(load(spec), options)
+                    fields = json.loads(given["fields"])
+                    answer = {"value": getattr(hosted, asked["method"])(**fields)}
+                except BaseException as error:  # exit() in a tool counts as an error of the tool
+                    answer = {"error": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
+                    answer["place"] = place_of(error)
+                send(connection, {"answer": asked["call"], "value": json.dumps(answer)})
 
 
 def place_of(error: BaseException) -> str:
@@ -257,17 +262,19 @@ class Nursery:
 
 
 def main() -> None:
-    """Entry point of `python -c BOOT JSON`: imports the class once."""
-    given = json.loads(sys.argv[1])
-    die_with_parent(given["parent"])
+    """Entry point of the first process: imports the class once."""
+    given, (fd, parent) = json.loads(sys.argv[1]), sys.argv[-2:]
+    die_with_parent(int(parent))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    control = socket.socket(fileno=given["control"])
+    control = socket.socket(fileno=int(fd))
+    os.set_inheritable(control.fileno(), False)
     os.dup2(2, 1)
+    said = {}
     try:
         load(given["spec"])
     except BaseException as error:  # exit() in a module counts as an error of the module
-        control.sendall(json.dumps({"error": why_not_loaded(error)}).encode() + b"\n")
-        return
-    control.sendall(b"{}\n")
-    Nursery(control, given["spec"], given["options"]).run()
+        said = {"error": why_not_loaded(error)}
+    send(control, {"event": "ready", "value": said})
+    if not said:
+        Nursery(control, given["spec"], given["options"]).run()

@@ -2,8 +2,8 @@
 
 A group depends only on its prompt, its attempt and the weights: seeds derive from the group's
 identity, so a retry on another replica samples the same tokens. Infrastructure failures are retried
-on another replica; after data failures the group is sampled again a few times, then dropped by the
-caller with a reason. No failure becomes a reward.
+on another replica (`Fleet`); after data failures, and if its workflow hangs, the group is sampled
+again a few times, then dropped by the caller with a reason. No failure becomes a reward.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import asyncio
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import mean
-from typing import cast
+from typing import TypeVar, cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
 from pentad.core.roles import Scorer
@@ -40,13 +41,12 @@ from pentad.rollout.workflows import (
 )
 from pentad.telemetry.timeline import timeline
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-Hold = Callable[[float | None], None]
-"""Called with the number of seconds within which the group must make progress; None: no limit."""
-
-LEASE_GRACE_S = 30.0
-"""Time limit for a workflow to end after it was cancelled, in seconds."""
+GRACE_S = 40.0
+"""Time limit for a workflow to end after it was cancelled, in seconds; then it is abandoned. A
+sampler may take `CUT_TIMEOUT_S` of them."""
 
 
 class Executor:
@@ -62,17 +62,14 @@ class Executor:
         *,
         vocab_size: int,
         needs_reward: bool = True,
-        max_infra_retries: int = 3,
     ) -> None:
-        """`needs_reward`: a sample without a reward is an error. `max_infra_retries`: further
-        attempts after an infrastructure failure, on another replica if possible."""
+        """`needs_reward`: a sample without a reward is an error."""
         self.fleet = fleet
         self.workflow = workflow
         self.reward = reward
         self.keys = rollout
         self.vocab_size = vocab_size
         self.needs_reward = needs_reward
-        self.max_infra_retries = max_infra_retries
         self.context = replace(
             context,
             deadline_s=rollout.deadline_s,
@@ -84,16 +81,10 @@ class Executor:
         self.shown: set[str] = set()
         """Workflow errors, by type and code location, whose traceback has been logged."""
 
-    async def rollout(
-        self,
-        prompt: Prompt,
-        attempt: int,
-        hold: Hold = lambda seconds: None,
-        draft: Draft | None = None,
-    ) -> Group:
+    async def rollout(self, prompt: Prompt, attempt: int, draft: Draft | None = None) -> Group:
         """Samples one group from its prompt, or from the tokens of an earlier step (`draft`);
-        retries after a data failure. Every attempt renews the lease; rewards have separate limits.
-        Raises DataFailure (drop the group) or InfraFailure (stop the run)."""
+        retries after a data failure. Raises DataFailure (drop the group) or InfraFailure (stop the
+        run)."""
         draft = draft or Draft()
         for retry in range(self.keys.max_retries + 1):
             key = f"{attempt}.{retry}" if retry else attempt  # different seeds for each retry
@@ -101,8 +92,8 @@ class Executor:
                 context = replace(self.context, attempt=key)
                 if retry:
                     draft.answers = ()
-                samples = await self._on_some_replica(prompt, context, hold, draft)
-                hold(None)
+                work = partial(self._on, prompt, context, draft)
+                samples = await self.fleet.run(prompt, context.num_samples, work)
                 return await self._scored(Group(prompt, samples, attempt))
             except DataFailure as failure:
                 if failure.is_final or retry == self.keys.max_retries:
@@ -117,43 +108,29 @@ class Executor:
         if callable(close := getattr(self.workflow, "close", None)):
             close()
 
-    async def _on_some_replica(
-        self, prompt: Prompt, context: Context, hold: Hold, draft: Draft
-    ) -> list[Sample]:
-        """Runs the workflow; retries with the same seeds after an infrastructure failure."""
-        causes: list[str] = []
-        while len(causes) <= self.max_infra_retries:
-            hold(self.fleet.patience_s + self.keys.deadline_s + LEASE_GRACE_S)
-            replica = await self.fleet.pick(prompt, context.num_samples)
-            try:
-                samples = await self._on(replica, prompt, context, draft)
-            except InfraFailure as failure:
-                replica.fail(str(failure))
-                causes.append(f"{replica.name}: {failure}")
-                log.warning("prompt %d failed on %s", prompt.gid, causes[-1])
-                continue
-            finally:
-                replica.load -= context.num_samples
-            replica.num_failures = 0
-            return samples
-        raise InfraFailure(f"prompt {prompt.gid} failed {len(causes)} times ({'; '.join(causes)})")
-
     async def _on(
-        self, replica: Candidate, prompt: Prompt, context: Context, draft: Draft
+        self, prompt: Prompt, context: Context, draft: Draft, replica: Candidate
     ) -> list[Sample]:
         """Runs the workflow on one replica, within the deadline (`Episodes` enforce it
-        themselves)."""
+        themselves). One that does not end after it is cancelled is abandoned."""
         sampler = CheckedSampler(replica, self.vocab_size, draft)
         closing_s = 2 * CLOSE_TIMEOUT_S if isinstance(self.workflow, Episodes) else 0.0
+        late = f"the group was not done after {self.keys.deadline_s} s"
+        working = asyncio.ensure_future(contained(self.workflow.run(prompt, sampler, context)))
         try:
-            async with asyncio.timeout(self.keys.deadline_s + closing_s) as deadline:
-                samples = await contained(self.workflow.run(prompt, sampler, context))
-        except Exception as failure:
+            await asyncio.wait([working], timeout=self.keys.deadline_s + closing_s)
+            is_late = not working.done()
+        finally:
+            await ended(working)
+        if not working.done():
+            raise DataFailure("deadline", f"{late}, and its workflow does not end when cancelled")
+        try:
+            samples = working.result()
+        except (Exception, asyncio.CancelledError) as failure:
             cause = first_cause(failure)
             if isinstance(cause, InfraFailure | DataFailure | UserError | RunError):
                 raise cause from cause.__cause__
-            if deadline.expired():
-                late = f"the group was not done after {self.keys.deadline_s} s"
+            if is_late:
                 if sampler.was_waiting:
                     raise InfraFailure(f"{late}, waiting for tokens") from failure
                 raise DataFailure("deadline", f"{late}, in the workflow") from failure
@@ -229,18 +206,23 @@ class Executors:
     def __init__(self, executors: Mapping[str, Executor]) -> None:
         self.executors = executors
 
-    async def rollout(
-        self,
-        prompt: Prompt,
-        attempt: int,
-        hold: Hold = lambda seconds: None,
-        draft: Draft | None = None,
-    ) -> Group:
-        return await self.executors[prompt.environment].rollout(prompt, attempt, hold, draft)
+    async def rollout(self, prompt: Prompt, attempt: int, draft: Draft | None = None) -> Group:
+        return await self.executors[prompt.environment].rollout(prompt, attempt, draft)
 
     def close(self) -> None:
         for executor in self.executors.values():
             executor.close()
+
+
+async def ended(work: asyncio.Future[T]) -> None:
+    """Cancels work that is not done, and waits until it has ended, at most GRACE_S."""
+    if not work.done():
+        work.cancel()
+        await asyncio.wait([work], timeout=GRACE_S)
+    if work.done():
+        work.cancelled() or work.exception()  # retrieved, so that asyncio does not log it
+    else:
+        log.warning("a workflow does not end; it is abandoned")
 
 
 def load_workflow(spec: str, agent: str | None = None) -> Workflow:

@@ -16,26 +16,25 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from pentad.core.errors import DataFailure, Problem, UserError, one_line
+from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError, one_line
 from pentad.core.specs import absolute
 from pentad.core.types import Prompt
 from pentad.data.render import TOOL_CALL
 from pentad.data.tokenizer import rendered
+from pentad.rollout import environment_host
 from pentad.rollout.environment_host import TEXT
 from pentad.rollout.environments import Environment, Step, read_tool_call
 from pentad.rollout.transcript import Talk
 from pentad.rollout.workflows import Context, EpisodeOver, MultiTurn, OwnPrompts
-from pentad.runtime.process import Child
+from pentad.runtime.frames import BadFrame, receive, send
+from pentad.runtime.process import Child, python_command
+from pentad.runtime.wire import Connection
 
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-BOOT += "from pentad.rollout.environment_host import main; main()"
 START_TIMEOUT_S = 60.0
 """Time limit for importing the class and making its first object, in seconds."""
-MAX_LINE = 1 << 20
 PART = "environment"
 """Name of the reward part if the reward is a single number."""
 ADAPTERS = {
@@ -78,20 +77,13 @@ class EnvironmentProcesses:
             rule = f"environments run in processes that need Linux, and this is {sys.platform}"
             raise UserError(Problem(self.key, rule, "run it on Linux"))
         self.close()
-        self.control, theirs = socket.socketpair()
-        given: dict[str, Any] = {"parent": os.getpid(), "control": theirs.fileno()}
-        given |= {"spec": self.spec, "options": self.options}
-        paths = json.dumps([path or str(Path.cwd()) for path in sys.path])
+        given = {"spec": self.spec, "options": self.options}
+        command = python_command(environment_host.__name__, given)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        with theirs:
-            self.child = Child.start(
-                [sys.executable, "-c", BOOT, json.dumps(given), paths],
-                environment=environment,
-                pass_fds=(theirs.fileno(),),
-            )
+        self.child, self.control = Child.connected(command, environment=environment)
         weakref.finalize(self, self.child.end)
-        self.control.settimeout(START_TIMEOUT_S)
-        said = read_line(self.control, f"the process that imports {self.spec}")
+        what = f"the process that imports {self.spec}"
+        said = read_value(self.control, what, START_TIMEOUT_S)
         if "error" in said:
             self.close()
             raise UserError(Problem(self.key, f"it cannot be imported ({shown(said)})"))
@@ -99,9 +91,9 @@ class EnvironmentProcesses:
     def describe(self) -> dict[str, Any]:
         """Makes an object, reads its description, and ends it. Raises UserError."""
         with self.connect() as ours:
-            ours.settimeout(START_TIMEOUT_S)
-            ours.sendall(as_line("describe", 0, {}))
-            said = read_line(ours, f"an object of {self.spec}")
+            asked = {"seed": 0, "fields": "{}"}
+            send(ours, {"call": 0, "method": "describe", "arguments": asked})
+            said = json.loads(read_value(ours, f"an object of {self.spec}", START_TIMEOUT_S))
         if "error" in said:
             raise UserError(Problem(self.key, f"it cannot be made ({shown(said)})"))
         return dict(said["value"])
@@ -115,21 +107,19 @@ class EnvironmentProcesses:
             self.control = None
 
 
-def as_line(call: str, seed: int, arguments: Mapping[str, Any]) -> bytes:
-    asked = {"call": call, "seed": seed, "with": arguments}
-    return json.dumps(asked, default=str).encode() + b"\n"
-
-
-def read_line(connection: socket.socket, what: str) -> dict[str, Any]:
+def read_value(connection: socket.socket, what: str, timeout_s: float) -> Any:
+    """Returns the value of the first message of a process. Raises UserError if there is none."""
+    connection.settimeout(timeout_s)
     try:
-        with connection.makefile("rb") as stream:
-            line = stream.readline()
+        [item] = receive(connection)
+        return item["value"]
     except TimeoutError as error:
-        rule = f"gave no answer within {connection.gettimeout():g} s"
+        raise UserError(Problem(what, f"gave no answer within {timeout_s:g} s")) from error
+    except (EOFError, OSError) as error:
+        raise UserError(Problem(what, "ended before it answered", "its output is above")) from error
+    except (BadFrame, LookupError, ValueError) as error:
+        rule = "wrote to the descriptor of its connection, which belongs to Pentad"
         raise UserError(Problem(what, rule)) from error
-    if not line:
-        raise UserError(Problem(what, "ended before it answered", "its output is above"))
-    return dict(json.loads(line))
 
 
 def shown(said: Mapping[str, Any]) -> str:
@@ -148,13 +138,13 @@ class HostedEnvironment:
         self.timeout_s = timeout_s
         self.seed = seed
         self.names = [tool["function"]["name"] for tool in facts["tools"]]
-        self.reader: asyncio.StreamReader | None = None
-        self.writer: asyncio.StreamWriter | None = None
+        self.connection: Connection | None = None
 
     async def reset(self, fields: Mapping[str, Any]) -> str | None:
         """Starts an episode; returns the text that the environment adds to the prompt."""
         ours = await asyncio.to_thread(self.processes.connect)
-        self.reader, self.writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE)
+        streams = await asyncio.open_unix_connection(sock=ours)
+        self.connection = Connection(self.processes.key, *streams, generation=0)
         missing = sorted(set(self.facts["needs"]) - fields.keys())
         if missing:
             rule = f"reset takes {missing[0]!r}, and a row has no such column"
@@ -185,31 +175,30 @@ class HostedEnvironment:
         return found
 
     async def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        if self.connection is not None:
+            await self.connection.close()
 
-    async def _ask(self, call: str, **arguments: Any) -> Any:
-        answer = await self._said(call, **arguments)
+    async def _ask(self, call: str, **fields: Any) -> Any:
+        answer = await self._said(call, **fields)
         if "error" in answer:
             raise RuntimeError(f"{call} of {self.processes.spec}: {shown(answer)}")
         return answer["value"]
 
-    async def _said(self, call: str, **arguments: Any) -> dict[str, Any]:
-        assert self.reader is not None and self.writer is not None, "reset comes first"
-        what = f"{arguments.get('name', call)} of {self.processes.spec}"
+    async def _said(self, call: str, **fields: Any) -> dict[str, Any]:
+        assert self.connection is not None, "reset comes first"
+        what = f"{fields.get('name', call)} of {self.processes.spec}"
+        given = json.dumps(fields, default=str)
         try:
             async with asyncio.timeout(self.timeout_s):
-                self.writer.write(as_line(call, self.seed, arguments))
-                await self.writer.drain()
-                line = await self.reader.readline()
+                said = await self.connection.call(call, seed=self.seed, fields=given)
+            return dict(json.loads(said))
         except TimeoutError as error:
             rule = f"{what} took longer than rollout.tool_timeout_s = {self.timeout_s:g}"
             raise EpisodeOver("tool_timeout", rule) from error
-        except ConnectionError:
-            line = b""
-        if not line:
-            raise EnvironmentDied(f"{what} ended its process")
-        return dict(json.loads(line))
+        except InfraFailure as error:
+            raise EnvironmentDied(f"{what} ended its process") from error
+        except Exception as error:  # what its process sends is not trusted to be an answer of ours
+            raise EnvironmentDied(f"{what} sent no answer ({error})") from error
 
 
 class EnvironmentWorkflow(MultiTurn, OwnPrompts):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from pentad.core.quantization import WeightDtype
 from pentad.core.section import Count, NonNegative, NonNegativeInt, Positive, Seconds, Section
 from pentad.core.sizes import CacheDtype
 from pentad.data.section import DatasetConfig
@@ -111,6 +112,11 @@ class RolloutConfig(Section):
     """Format of the key-value cache. auto: as the model computes. int8 (embedded sampler) and fp8:
     half of the memory of bf16, and decoding reads half as much; log-probs of sampler and trainer
     then differ by more than the rounding of 16 bits (docs/embedded-engine.md has the figures)."""
+    weight_dtype: WeightDtype = "auto"
+    """Format of the weights of vLLM and SGLang servers. auto: as the model computes. fp8: every
+    publish quantises the matrices of attention, MLPs and experts, with a scale per block of 128 x
+    128: half of the memory of bf16; log-probs of sampler and trainer then differ by more than the
+    rounding of 16 bits (docs/servers.md)."""
     on_update: Literal["continue", "reprefill"] = "continue"
     """Handling of answers in progress when new weights are installed: they continue with the cache
     of the old weights, or their cache is recomputed."""

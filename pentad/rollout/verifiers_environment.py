@@ -17,7 +17,7 @@ from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.data.section import VERIFIERS
 from pentad.data.verifiers_rows import LOAD_TIMEOUT_S, command_of, environment_of, problem
 from pentad.rollout.agents import AgentWorkflow
-from pentad.rollout.hosted import EnvironmentDied, read_line
+from pentad.rollout.hosted import EnvironmentDied, read_value
 from pentad.runtime.process import Child, bound
 from pentad.runtime.wire import Connection
 
@@ -37,15 +37,11 @@ class VerifiersProcess:
     def start(self) -> socket.socket:
         """Starts a process that loads the environment, and returns our end of the connection.
         Raises UserError."""
-        ours, theirs = socket.socketpair()
-        command = command_of(self.spec, self.where, str(theirs.fileno()))
-        with theirs:
-            self.child = Child.start(
-                bound(command), environment=environment_of(command), pass_fds=(theirs.fileno(),)
-            )
+        command = command_of(self.spec, self.where)
+        environment = environment_of(command)
+        self.child, ours = Child.connected(bound(command), environment=environment)
         weakref.finalize(self, self.child.end)
-        ours.settimeout(LOAD_TIMEOUT_S)
-        said = read_line(ours, self.where)
+        said = read_value(ours, self.where, LOAD_TIMEOUT_S)
         if "error" in said:
             self.close()
             raise UserError(problem(self.where, said["error"]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -105,14 +105,18 @@ class Context:
         return self.texts_of([generation])[0]
 
     def texts_of(self, generations: Sequence[Generation]) -> list[str]:
-        is_ended = [self.ending_id(generation) is not None for generation in generations]
-        pairs = zip(generations, is_ended, strict=True)
-        return decode_all(self.tokenizer, [g.ids[:-1] if ended else g.ids for g, ended in pairs])
+        stops = frozenset(self.params.stop_ids)  # there may be thousands
+        return decode_all(
+            self.tokenizer, [g.ids[:-1] if _is_ended(g, stops) else g.ids for g in generations]
+        )
 
     def ending_id(self, generation: Generation) -> int | None:
         """Returns the stop id at the end of the answer, if a stop id ended it."""
-        ended = generation.finish == "stop" and generation.ids[-1] in self.params.stop_ids
-        return generation.ids[-1] if ended else None
+        return generation.ids[-1] if _is_ended(generation, self.params.stop_ids) else None
+
+
+def _is_ended(generation: Generation, stop_ids: Collection[int]) -> bool:
+    return generation.finish == "stop" and generation.ids[-1] in stop_ids
 
 
 class EpisodeOver(Exception):

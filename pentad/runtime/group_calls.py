@@ -114,7 +114,6 @@ class RankGroup(LearnerClient):
     """Starts, monitors and ends the processes of a group, and makes calls on them."""
 
     is_remote = True
-    is_alone = False
     service = None
 
     def __init__(
@@ -182,8 +181,10 @@ class RankGroup(LearnerClient):
         self.joined_at = awake_s()
 
     async def _choose_place(self) -> dict[str, Any]:
-        """Returns the rendezvous of the ranks: on one machine a folder that no other user can open,
-        removed after they have ended; else a port that rank 0 opens."""
+        """Returns the rendezvous of the ranks: that of the runtime; on one machine a folder that no
+        other user can open, removed after they have ended; else a port that rank 0 opens."""
+        if self.runtime.rendezvous is not None:
+            return dict(self.runtime.rendezvous)
         host = self.members[0].process.address[0]
         if self.world > 1 and ip_address(host).is_loopback:
             return {"file": str(self.stack.enter_context(scratch_folder(MEETING)) / "store")}
@@ -443,6 +444,8 @@ class RankGroup(LearnerClient):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
+            if error is None and self.runtime.needs_end:
+                self.opening.result()
             is_open = self.opening.done() and not self.opening.exception()
             is_busy = error is not None and self.lock.locked()  # the call in progress has priority
             if is_open and not self.is_broken and not is_busy:

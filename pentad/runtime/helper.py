@@ -17,16 +17,19 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from pentad.core.errors import Transient
 from pentad.core.machine import flush_output
 from pentad.core.specs import load
 from pentad.runtime.process import FAILED, Child, die_with_parent
+
+T = TypeVar("T")
 
 MAX_FDS = 250
 END = None
@@ -134,17 +137,8 @@ class Channel:
             os._exit(FAILED)
 
 
-def open_channel(command: Sequence[str], **given: Any) -> tuple[Child, Channel]:
-    """Starts a process that opens the other end by `accept_channel`, with the last two arguments of
-    its command. `given`: arguments of `Child.start`."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        fds = [theirs.fileno(), *given.pop("pass_fds", ())]
-        words = [*command, str(fds[0]), str(os.getpid())]
-        return Child.start(words, pass_fds=fds, **given), Channel(ours)
-
-
 def accept_channel(fd: str, parent: str) -> Channel:
+    """Opens the other end in a process that `Child.connected` started."""
     die_with_parent(int(parent))
     os.set_inheritable(int(fd), False)
     sock = socket.socket(fileno=int(fd))
@@ -169,10 +163,10 @@ class Helper:
         self.name = name
         self.on_event = on_event
         paths = [str(Path(path).absolute()) for path in (*sys.path, str(Path(__file__).parents[2]))]
-        self.child, self.channel = open_channel(
-            [sys.executable, "-P", "-m", __name__, target],
-            environment={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-P", "-m", __name__, target]
+        self.child, ours = Child.connected(command, environment=environment)
+        self.channel = Channel(ours)
         self.calls: dict[int, Future[Any]] = {}
         self.numbers = itertools.count()
         self.guard = threading.RLock()
@@ -221,11 +215,14 @@ class Helper:
     def _read(self) -> None:
         try:
             while True:
-                number, *said = self.channel.receive()
-                if number is not None:
-                    settle(self.calls.pop(number), *said)
-                elif self.on_event is not None:
-                    self.on_event(*said)
+                number, value, *raised = self.channel.receive()
+                if number is None:
+                    if self.on_event is not None:
+                        self.on_event(value)
+                elif (error := raised[0]) is None:
+                    self.calls.pop(number).set_result(value)
+                else:
+                    self.calls.pop(number).set_exception(error)
         except EOFError:
             self.child.wait()
         except Exception as error:
@@ -239,11 +236,36 @@ class Helper:
             future.set_exception(Died(self.lost))
 
 
-def settle(future: Future[Any], value: Any, error: BaseException | None) -> None:
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
+class HelperPool(ThreadPoolExecutor):
+    """Runs functions in helper processes, which start with the first calls. Each thread has one."""
+
+    def __init__(self, num: int) -> None:
+        self.mine = threading.local()
+        self.helpers: list[Helper] = []
+
+        def start() -> None:
+            self.mine.helper = Helper("a worker process", f"{__name__}:serve_functions")
+            self.helpers.append(self.mine.helper)
+
+        super().__init__(num, initializer=start)
+
+    def submit(self, function: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        call = partial(function, *arguments, **named)
+        return super().submit(lambda: self.mine.helper.call(call).result())
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """With `cancel_futures`, calls in progress are ended too."""
+        for helper in self.helpers if cancel_futures else ():
+            helper.child.end()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        for helper in self.helpers:
+            helper.close()
+
+
+def serve_functions(channel: Channel) -> None:
+    """Main loop of a process of `HelperPool`."""
+    while (asked := channel.receive()) is not END:
+        channel.answer(*asked)
 
 
 def main(target: str, fd: str, parent: str) -> None:

@@ -1,9 +1,9 @@
 """The scheduler's client of a learner or a scorer: ordered calls on all its ranks, and queries to
 its rank 0.
 
-Two classes transport the calls: `runtime.calls.RankCalls` if rank 0 is this process (torchrun's
-rank 0 broadcasts them to the others), and `runtime.group_calls.RankGroup` by connections to
-processes.
+`runtime.group_calls.RankGroup` transports the calls over connections to the ranks. A single rank
+may be this process, for debuggers and laptops: then they are function calls
+(`runtime.calls.DirectCalls`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ class LearnerClient(ABC):
     program from exiting."""
 
     is_remote: bool
-    """Whether rank 0 is another process."""
-    is_alone: bool
-    """Whether the learner is one rank in this process, which no other process monitors."""
+    """Whether the ranks are other processes, which are monitored."""
     service: Any
-    """The service of rank 0 if it is this process; else None."""
+    """The service of the only rank if it is this process; else None."""
     device: Any
     """The learner's device."""
     straggler: int | None

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from types import FrameType
 from typing import IO, Any, Protocol, TypeVar
 
 from pentad.runtime.awake import awake_s
+from pentad.runtime.rank import pulse
 from pentad.runtime.report import LOG_LINES, describe_exit, with_tail
 
 T = TypeVar("T")
@@ -29,6 +32,8 @@ FAILED = 1
 NICENESS = 5
 """Niceness of background processes: training has priority."""
 WATCH_S = 0.5
+MARGIN_S = 10.0
+"""How much earlier than the process that waits for it a stalled child is ended, in seconds."""
 POLL_S = 0.02
 
 
@@ -59,6 +64,16 @@ END_WITH_US = (
 def bound(command: Sequence[str]) -> list[str]:
     """Returns a command whose process gets SIGTERM (15) when its parent ends."""
     return [command[0], "-c", END_WITH_US, *command] if sys.platform == "linux" else [*command]
+
+
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+
+
+def python_command(module: str, given: Mapping[str, Any]) -> list[str]:
+    """The command that runs `main` of a module, with our import path and `given` as JSON."""
+    paths = [path or str(Path.cwd()) for path in sys.path]
+    code = f"{BOOT}from {module} import main; main()"
+    return [sys.executable, "-c", code, *map(json.dumps, (given, paths))]
 
 
 _looking = threading.Lock()
@@ -172,6 +187,15 @@ class Child:
             os.close(out)
 
     @classmethod
+    def connected(cls, command: Sequence[str], **given: Any) -> tuple[Child, socket.socket]:
+        """Starts a process with one end of a socket pair, and returns the other. The descriptor and
+        our process id are the last two arguments of its command."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            words = [*command, str(theirs.fileno()), str(os.getpid())]
+            return cls.start(words, pass_fds=[theirs.fileno()], **given), ours
+
+    @classmethod
     def _popen(
         cls,
         command: Sequence[str],
@@ -252,21 +276,27 @@ class Child:
             if self.is_running:
                 self._verdict = verdict
             if self._code is None or hasattr(os, "waitid"):  # else its pid may be reused
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.pid, signal.SIGKILL)
+                for kill in (os.killpg, os.kill):  # it may not have a session yet
+                    with suppress(ProcessLookupError, PermissionError):
+                        kill(self.pid, signal.SIGKILL)
             self._code = self.popen.wait()
             self._is_ended = True
 
     def end_when_stalled(self, stall_s: float, is_busy: Callable[[], bool]) -> None:
         """Waits until it has ended. Kills a busy process if the amounts it has read and written do
-        not change for `stall_s`."""
+        not change for `stall_s`, less a margin; a change is progress of this process, which may be
+        waiting for it, and is ended by its own monitor after `stall_s` without progress."""
         seen, since = "", awake_s()
+        margin_s = min(stall_s / 4, MARGIN_S)
         while not self.wait(WATCH_S):
             done = io_of(self.pid) if is_busy() else ""
             if done != seen or not done:
+                if done:
+                    pulse()
                 seen, since = done, awake_s()
-            elif awake_s() - since > stall_s:
-                self.end(f"was ended: it wrote nothing for stall_abort_s = {stall_s:g} s")
+            elif awake_s() - since > stall_s - margin_s:
+                limit = f"stall_abort_s = {stall_s:g} s less {margin_s:g} s"
+                self.end(f"was ended: it wrote nothing for {limit}")
 
 
 def io_of(pid: int) -> str:

@@ -55,9 +55,6 @@ class Rank:
         self.step = step
         faults.where.rank, faults.where.step = self.rank, step
 
-    def __str__(self) -> str:
-        return name_rank(self.rank, self.world, self.step)
-
 
 class Pulse:
     """Counts signs of progress of long work; called after each microbatch or tensor."""

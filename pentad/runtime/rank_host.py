@@ -1,5 +1,4 @@
-"""Joins a rank to its process group, ours or torchrun's; and runs a rank in a role process, which
-makes the calls of its owner.
+"""Runs a rank: joins it to its process group, and makes the calls of the scheduler.
 
 Calls on all ranks come one at a time and run on one thread; queries to one rank are answered in
 parallel. Log messages of the first rank are sent to the owner.
@@ -8,8 +7,10 @@ parallel. Log messages of the first rank are sent to the owner.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from pentad.runtime.frames import describe_error
 from pentad.runtime.pace import WaitMeter
 from pentad.runtime.rank import Rank
 from pentad.runtime.report import describe_failure
+from pentad.runtime.role_host import FORMAT
 from pentad.runtime.roles import BEAT_S, RoleSpec
 
 TARGET = f"{__name__}:RankHost"
@@ -38,9 +40,6 @@ Emit = Callable[[str, Any], None]
 """Sends an event to all connections; called on the event loop's thread."""
 MakeRank = Callable[[dict[str, Any], Rank, torch.device], RankService]
 """Makes the service of one rank from a JSON value; a module-level function."""
-
-
-# Joining.
 
 
 def device_of(rank: Rank, device: str = "auto") -> torch.device:
@@ -55,52 +54,17 @@ def device_of(rank: Rank, device: str = "auto") -> torch.device:
     return torch.device("cuda", rank.local_rank)
 
 
-def join_group(
-    rank: Rank,
-    device: torch.device,
-    *,
-    timeout_s: float,
-    store: dist.Store | None = None,
-) -> None:
-    """Makes the default process group, over the given store or torchrun's."""
-    timeout = timedelta(seconds=timeout_s)
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    if store is None and (attempt := restarted()):
-        # torchrun's store survives restarts and contains the addresses of dead processes.
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.PrefixStore(
-            f"attempt-{attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        )
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, store=store, rank=rank.rank, world_size=rank.world, timeout=timeout
-        )
-
-
-def restarted() -> str:
-    """Returns torchrun's restart count if it shares its store with us; "" at the first start."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return count if shares_store() and count != "0" else ""
-
-
-def shares_store() -> bool:
-    """Whether torchrun's agents share their own store with the ranks. The restart count differs
-    between agents, so on several machines two starts in that store cannot be told apart."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def leave_group() -> None:
-    """Ends the process group after all ranks are done: until then rank 0 serves the store."""
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-# A role process.
+def keep_log(path: Path) -> None:
+    """Appends log messages, and at SIGUSR1 the stacks of all threads, to the log of a rank whose
+    output belongs to its launcher. Does nothing if this machine does not have the run folder."""
+    if not path.parent.is_dir():
+        return
+    file = path.open("a", encoding="utf-8")
+    handler = logging.StreamHandler(file)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
 
 
 class LogSender(logging.Handler):
@@ -170,9 +134,11 @@ class RankHost:
     def __init__(self, payload: Mapping[str, Any], emit: Emit) -> None:
         self.payload = payload
         self.emit = emit
-        self.rank = Rank(payload["rank"], payload["world"])
+        self.rank = Rank(payload["rank"], payload["world"], payload.get("local_rank", 0))
         self.thread = ThreadPoolExecutor(1, "rank")
         self.service: RankService | None = None
+        self.has_ended = False
+        """Whether the scheduler has called `end`."""
         self.rendezvous: dist.Store | None = None
         self.waits = WaitMeter()
         if payload["num_threads"]:
@@ -229,28 +195,44 @@ class RankHost:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, self._answer, self._end, is_failed)
 
+    async def stacks(self) -> None:
+        """Writes the stacks of all threads to the log, as SIGUSR1 does."""
+        os.kill(os.getpid(), signal.SIGUSR1)
+
     async def close(self) -> None:
         """Does nothing: `end` has already waited for work in progress."""
 
     def _join(self, place: dict[str, Any]) -> None:
-        payload, timeout_s = self.payload, self.payload["timeout_s"]
+        payload = self.payload
+        if payload.get("log"):
+            keep_log(Path(payload["log"]))
         device = device_of(self.rank, payload["device"])
-        if self.rank.world > 1:
-            store, timeout = self.rendezvous, timedelta(seconds=timeout_s)
-            if "file" in place:
-                store = dist.FileStore(place["file"], self.rank.world)
-                store.set_timeout(timeout)
-            elif store is None:
-                host, port = place["host"], place["port"]
-                store = dist.TCPStore(host, port, self.rank.world, is_master=False, timeout=timeout)
-            # The prefix keeps ranks of an earlier group out.
-            store = dist.PrefixStore(f"generation-{payload.get('generation', 0)}", store)
-            join_group(self.rank, device, timeout_s=timeout_s, store=store)
-        elif device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.set_device(device)
         if self.rank.world > 1:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=self._store(place),
+                rank=self.rank.rank,
+                world_size=self.rank.world,
+                timeout=timedelta(seconds=payload["timeout_s"]),
+            )
             self.waits.watch()
         self.service = load(payload["service"])(payload["given"], self.rank, device)
+
+    def _store(self, place: dict[str, Any]) -> dist.Store:
+        """Opens the store at which the ranks meet."""
+        world, timeout = self.rank.world, timedelta(seconds=self.payload["timeout_s"])
+        store = self.rendezvous
+        if "file" in place:
+            store = dist.FileStore(place["file"], world)
+            store.set_timeout(timeout)
+        elif store is None:
+            host, port = place["host"], place["port"]
+            store = dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+        # The prefix keeps ranks of an earlier group out.
+        group = f"{place.get('prefix', '')}generation-{self.payload.get('generation', 0)}"
+        return dist.PrefixStore(group, store)
 
     def _call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         assert self.service is not None, "ranks join first"
@@ -260,10 +242,12 @@ class RankHost:
             return self._answer(lambda: called(**arguments), is_mild=is_mild)
 
     def _end(self, is_failed: bool) -> None:
+        self.has_ended = True
         if self.service is not None:
             self.service.close(is_failed=is_failed)
         if self.rank.world > 1 and not is_failed:
-            leave_group()
+            dist.barrier()  # until all are done, rank 0 may serve the store
+            dist.destroy_process_group()
 
     def _answer(
         self, function: Callable[..., Any], *arguments: Any, is_mild: bool = False

@@ -34,6 +34,9 @@ from pentad.runtime.wire import Listener
 
 log = logging.getLogger(__name__)
 
+FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+"""Format of the log of a role process."""
+
 
 class Hosted(Protocol):
     """The served object: its public coroutine methods can be called."""
@@ -63,7 +66,8 @@ class RoleHost:
         # Not from a pool: the loop does not wait for this thread at its end.
         self.making = loop.run_in_executor(ThreadPoolExecutor(1), self._make)
         alone = asyncio.create_task(self._wait_alone(connect_s))
-        if threading.current_thread() is threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGTERM, alone.cancel)
         beating = asyncio.create_task(self._beat())
         try:
@@ -144,7 +148,7 @@ def set_up(job: Mapping[str, Any]) -> None:
     """Sets up a role process: stacks on SIGUSR1, a log, and the parent's import path."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=FORMAT)
     sys.path += [folder for folder in job["path"] if folder not in sys.path]
 
 

@@ -102,6 +102,10 @@ class Runtime(ABC):
 
     is_spread: bool = False
     """Whether processes may be on other machines."""
+    needs_end: bool = False
+    """Whether ranks fail that are not called to `end`, also if no other call was made."""
+    rendezvous: Mapping[str, Any] | None = None
+    """The address at which ranks meet (`RankHost.join`); None: rank 0 opens one."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(32)

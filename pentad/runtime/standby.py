@@ -17,7 +17,7 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
-from pentad.runtime.helper import Channel, accept_channel, open_channel
+from pentad.runtime.helper import Channel, accept_channel
 from pentad.runtime.process import Child
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class Standby:
         cls, command: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
     ) -> Standby:
         given = {"environment": environment, "stdout": DEVNULL, "stderr": DEVNULL}
-        return cls(*open_channel([*command, NAME, WAIT, ",".join(modules)], **given))
+        child, ours = Child.connected([*command, NAME, WAIT, ",".join(modules)], **given)
+        return cls(child, Channel(ours))
 
     def is_ready(self) -> bool:
         """Waits until it has imported everything; returns False if it ended before."""

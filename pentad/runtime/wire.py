@@ -181,7 +181,7 @@ class Connection:
             if size <= MAX_FRAME_BYTES:
                 return parts
             reason = f"a message of {size} bytes is longer than the {MAX_FRAME_BYTES} allowed"
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             reason = str(error)
         if len(items) > 1:
             half = len(items) // 2
@@ -239,7 +239,7 @@ class Connection:
                     self.on_event(str(item["event"]), item["value"])
             else:
                 self._settle(item)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise BadFrame(f"has an invalid item ({type(error).__name__})") from error
 
     def _settle(self, item: dict[str, Any]) -> None:

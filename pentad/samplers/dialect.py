@@ -19,11 +19,14 @@ from torch import Tensor
 from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
+from pentad.core.quantization import FP8_KEY
 from pentad.core.roles import Installed, TensorPairs
 from pentad.core.types import FinishReason, Generation, SamplingParams
 from pentad.infer.sequence import filled
+from pentad.ops.digest import digest_of
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ROUTES_FLAG, ServerSettings
+from pentad.samplers.served import converted, is_converted, is_fp8
 from pentad.samplers.weight_proof import prove
 from pentad.sync.deltas import ChangedOnly
 from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
@@ -185,10 +188,30 @@ class LoadingDialect(Dialect):
         can_change = by_disk and is_comparable and settings.lora is None
         self.changed = ChangedOnly(can_change, self.version_label)
 
+    async def load(self, version: int, weights: TensorPairs) -> Installed:
+        if not is_converted(self.settings):
+            return await self.load_tensors(version, weights)
+        sent = await asyncio.to_thread(lambda: list(converted(self.settings, weights)))
+        # Afterwards, to detect tensors that changed meanwhile.
+        given = await asyncio.to_thread(lambda: digest_of(weights).hex())
+        receipt = await self.load_tensors(version, sent)
+        published = await asyncio.to_thread(lambda: digest_of(sent).hex())
+        if (receipt.num_tensors, receipt.digest) != (len(sent), published):
+            raise InfraFailure(f"{self.where}: other weights arrived than those that were sent")
+        return replace(receipt, num_tensors=len(weights), digest=given)
+
+    async def load_tensors(self, version: int, weights: TensorPairs) -> Installed:
+        """Replaces the server's tensors by these."""
+        raise NotImplementedError
+
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
         """Returns checksums of the server's tensors, by its names, and the function that computes
         one."""
         raise NotImplementedError
+
+    def as_checked(self, weights: TensorPairs) -> TensorPairs:
+        """The tensors of which the server computes checksums."""
+        return weights
 
     async def _prove_if_due(self, weights: TensorPairs, *, is_part: bool) -> None:
         """If a check is due, raises InfraFailure unless the server has the published weights."""
@@ -197,7 +220,8 @@ class LoadingDialect(Dialect):
         if self.is_comparable and (is_part or is_due):
             held, checksum = await self.held()
             dtype = DTYPES.get(self.dtype, weights[0][1].dtype)
-            await asyncio.to_thread(prove, self.where, held, weights, dtype, checksum)
+            seen = await asyncio.to_thread(self.as_checked, weights)
+            await asyncio.to_thread(prove, self.where, held, seen, dtype, checksum)
         self.num_loads += 1
 
     def _sound(self, method: str, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -228,6 +252,19 @@ def check_routes(where: str, settings: ServerSettings, has_flag: bool) -> None:
     if settings.rollout.replay_routes and not has_flag:
         rule = "it does not report the experts of tokens, which rollout.replay_routes needs"
         raise UserError(Problem(where, rule, f"start it with {ROUTES_FLAG}"))
+
+
+def check_quantised(where: str, settings: ServerSettings, found: str | None) -> None:
+    """`found`: how the server's weights are quantised; the frozen weights of an adapter are its
+    own."""
+    if is_fp8(settings) and found != "fp8":
+        rule = f"its weights are not quantised in fp8 ({found})"
+        remedy = "start it with a folder whose config.json has this quantization_config"
+        raise UserError(Problem(where, f"{rule}, which {FP8_KEY} needs", remedy))
+    if not is_fp8(settings) and found is not None and settings.lora is None:
+        rule = f"its weights are quantised ({found}), those that the run publishes are not"
+        remedy = f"start it with 16-bit weights, or set {FP8_KEY}"
+        raise UserError(Problem(where, rule, remedy))
 
 
 def sampling_params(call: Call) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,9 +83,15 @@ class ServerProcess:
     """One server and the processes it starts, in a separate session."""
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_file: Path,
+        files: ExitStack | None = None,
     ) -> None:
-        """`command` begins with a Python interpreter."""
+        """`command` begins with a Python interpreter. `files`: what is removed after its end."""
+        self.files = files or ExitStack()
         self.name = name
         self.log_file = log_file
         self.package = tempfile.TemporaryDirectory(prefix="pentad-server-")
@@ -145,6 +152,7 @@ class ServerProcess:
             await asyncio.sleep(0.05)
         self.child.end()
         self.package.cleanup()
+        self.files.close()
 
 
 async def soon_lost(lost: asyncio.Future[str]) -> bool:

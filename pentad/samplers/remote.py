@@ -28,11 +28,20 @@ from pentad.infer.section import SamplerSettings
 from pentad.models.families import register
 from pentad.models.hf_weights import iter_hf
 from pentad.models.language_model import LanguageModel
-from pentad.models.registry import blank_model, build_unfiled, create_model, load_to_sample
+from pentad.models.lora import share_weights
+from pentad.models.registry import (
+    blank_model,
+    build_model,
+    build_unfiled,
+    create_model,
+    load_to_sample,
+)
+from pentad.ops.digest import digest_of
 from pentad.runtime import roles
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.roles import RoleProcess
 from pentad.runtime.wire import Connection
+from pentad.sync.lent import open_lent
 from pentad.sync.published import open_weights
 from pentad.sync.weights_dir import PublishedVersion, WeightsDir
 
@@ -43,6 +52,8 @@ S = TypeVar("S", bound=Sampler)
 T = TypeVar("T")
 
 TARGET = f"{__name__}:make_sampler"
+Lend = Callable[[], Awaitable[dict[str, Any]]]
+"""Returns the `sync.lent.LentWeights` of the present learner, as a JSON value."""
 PLAIN_CALLS = ("abort", "rewind", "sleep", "wake", "health")
 """Methods of the sampler that a role process forwards unchanged."""
 
@@ -60,6 +71,8 @@ class HostedSettings(Section):
     """Folder of the frozen weights, if an adapter is published."""
     dequantize: bool = False
     """Whether those may be quantised."""
+    is_lent: bool = False
+    """Whether the frozen weights are the learner's, given by `HostedEngine.borrow`."""
     unfiled: str = ""
     """Folder of a model without a model file; transformers' model is built from its config."""
     version: int = -1
@@ -81,14 +94,33 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
         torch.set_num_threads(given.num_threads)
     if given.deterministic:
         make_deterministic()
+    if given.is_lent:
+        return HostedEngine(None, given)
+    return HostedEngine(sampler_over(own_model(given), given))
+
+
+def own_model(given: HostedSettings) -> LanguageModel:
+    """Makes a model with separate memory."""
     place: dict[str, Any] = {"device": torch.device(given.device), "dtype": DTYPES[given.dtype]}
     if given.base:
-        model: LanguageModel = load_to_sample(given.base, **place, dequantize=given.dequantize)
-    elif given.unfiled:
-        model = build_unfiled(given.unfiled, **place)
-    else:
-        make = blank_model if given.seed is None else partial(create_model, seed=given.seed)
-        model = make(given.dims, **place)
+        return load_to_sample(given.base, **place, dequantize=given.dequantize)
+    if given.unfiled:
+        return build_unfiled(given.unfiled, **place)
+    make = blank_model if given.seed is None else partial(create_model, seed=given.seed)
+    return make(given.dims, **place)
+
+
+def model_over(lent: Mapping[str, Any], given: HostedSettings) -> tuple[LanguageModel, str]:
+    """Makes a model over the learner's frozen weights (`sync.lent`); returns their digest too, as
+    they are read here."""
+    model = build_model(given.dims, device="meta", dtype=DTYPES[given.dtype])
+    share_weights(model, open_lent(lent))
+    dtype = str(lent["digest"]).partition(":")[0]
+    held = digest_of(iter_hf(model, DTYPES[dtype], model.weight_map))
+    return model, f"{dtype}:{held.hex()}"
+
+
+def sampler_over(model: LanguageModel, given: HostedSettings) -> EmbeddedSampler:
     decode = None
     if given.tokenizer:
 
@@ -103,8 +135,7 @@ def make_sampler(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -
         def decode(ids: list[int]) -> str:
             return tokenizer().decode(ids, keep_special=True)
 
-    sampler = EmbeddedSampler(model, given.sampler, decode=decode, version=given.version)
-    return HostedEngine(sampler)
+    return EmbeddedSampler(model, given.sampler, decode=decode, version=given.version)
 
 
 class HostedSampler(Generic[S]):
@@ -158,10 +189,28 @@ class HostedSampler(Generic[S]):
 
 
 class HostedEngine(HostedSampler[EmbeddedSampler]):
-    def __init__(self, sampler: EmbeddedSampler) -> None:
+    def __init__(
+        self, sampler: EmbeddedSampler | None, given: HostedSettings | None = None
+    ) -> None:
+        """`sampler` None: `borrow` makes it from `given`."""
         super().__init__(sampler)
+        self.given = given
         self.held = -1, ""
         """Version and digest of the last install."""
+
+    async def borrow(self, lent: dict[str, Any]) -> str:
+        """Makes the sampler over the learner's frozen weights; returns their digest as they are
+        read here."""
+        given = self.given
+        assert given is not None and self.hosted is None, "this process makes its own sampler"
+
+        def make() -> tuple[EmbeddedSampler, str]:
+            model, digest = model_over(lent, given)
+            return sampler_over(model, given), digest
+
+        sampler, digest = await asyncio.to_thread(make)
+        self.host(sampler)
+        return digest
 
     async def _install(self, weights: dict[str, Any]) -> Installed:
         """Installs weights; tensors unchanged since the held version are not read."""
@@ -246,12 +295,17 @@ class RoleSampler:
         self.connection: Connection | None = None
 
     @classmethod
-    async def open(cls, process: RoleProcess, weights_dir: WeightsDir) -> Self:
-        """Connects once the process has made its sampler; raises the failure of that."""
+    async def open(
+        cls, process: RoleProcess, weights_dir: WeightsDir, lend: Lend | None = None
+    ) -> Self:
+        """Connects once the process has made its sampler; raises the failure of that. `lend`: the
+        sampler is made over frozen weights of the learner."""
         sampler = cls(process, weights_dir)
         connect = roles.connect(process, sampler._on_beat, patience_s=roles.PATIENCE_S)
         sampler.connection = await connect
         try:
+            if lend is not None:
+                await sampler._borrow(await lend())
             hello = await sampler.call("hello")
         except BaseException:
             await sampler.close()
@@ -259,6 +313,16 @@ class RoleSampler:
         sampler.capabilities = frozenset(hello["capabilities"])
         sampler.version, sampler.seen = hello["version"], hello["stats"]
         return sampler
+
+    async def _borrow(self, lent: dict[str, Any]) -> None:
+        """Gives the process the learner's frozen weights; raises WrongWeights if it reads other
+        ones there."""
+        found = await self.call("borrow", lent=lent)
+        if found != lent["digest"]:
+            raise WrongWeights(
+                f"{self.process.name} reads frozen weights with digest {found} in the learner's "
+                f"memory, and the learner has {lent['digest']}"
+            )
 
     @property
     def lost(self) -> asyncio.Future[str]:

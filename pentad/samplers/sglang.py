@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
@@ -50,6 +52,7 @@ from pentad.samplers.dialect import (
 )
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, free_port, server_environment
+from pentad.samplers.served import is_fp8
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.started_server import StartedServer, attach_server, start_server
 from pentad.samplers.weight_proof import (
@@ -70,6 +73,7 @@ from pentad.sync.transport import (
     together,
     update_group,
 )
+from pentad.weights.block_fp8 import dequantised
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +82,7 @@ OLDEST = (0, 5, 17)
 TELLS_VERSIONS = (0, 5, 23)
 """The oldest version whose answers report the weight version of each token."""
 BUCKET_BYTES = 1 << 29
+DEEP_GEMM = "SGLANG_ENABLE_JIT_DEEPGEMM"
 
 
 class Reason(BaseModel):
@@ -249,7 +254,7 @@ class Sglang(LoadingDialect):
     async def resume(self) -> None:
         await self.wire.post("/continue_generation", {})
 
-    async def load(self, version: int, weights: TensorPairs) -> Installed:
+    async def load_tensors(self, version: int, weights: TensorPairs) -> Installed:
         # The cache cannot be flushed while requests are running.
         is_idle = self.reprefill or not self.tells_versions
         if self.settings.lora is not None:
@@ -306,6 +311,10 @@ class Sglang(LoadingDialect):
             raise InfraFailure(f"{self.where}: {path} failed ({found.message})")
         on_gpu = self.about.device != "cpu"
         return found.ranks[0].checksums, partial(sglang_checksum, on_gpu=on_gpu)
+
+    def as_checked(self, weights: TensorPairs) -> TensorPairs:
+        """SGLang computes checksums of quantised matrices as dequantised in bf16."""
+        return list(dequantised(weights, torch.bfloat16)) if is_fp8(self.settings) else weights
 
     async def _by_disk(self, weights: TensorPairs, last: dict[str, Any]) -> None:
         parent, is_private = self.settings.transfer_folder, self.settings.is_started
@@ -463,10 +472,14 @@ def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> Non
 
 
 async def start(settings: ServerSettings, name: str, log_file: Path) -> StartedServer:
-    def command(port: int, version: str) -> list[str]:
+    def command(settings: ServerSettings, port: int, version: str) -> list[str]:
         return ["-m", server_key.__name__, "sglang.launch_server", *flags(settings, port)]
 
-    own = server_environment(settings.devices)
+    own = {}
+    if is_fp8(settings):
+        # On Blackwell DeepGEMM quantises the weights again, with powers of two as scales.
+        own[DEEP_GEMM] = os.environ.get(DEEP_GEMM, "0")
+    own = server_environment(settings.devices, **own)
     return await start_server(settings, name, log_file, "SGLang", command, own, attach)
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from pentad.samplers.process import (
     server_python,
     soon_lost,
 )
+from pentad.samplers.served import is_converted, served_folder
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.sync.publisher import Snapshot
 
@@ -203,18 +204,23 @@ async def start_server(
     name: str,
     log_file: Path,
     kind: str,
-    command: Callable[[int, str], Sequence[str]],
+    command: Callable[[ServerSettings, int, str], Sequence[str]],
     environment: dict[str, str],
     attach: Attach,
 ) -> StartedServer:
     """Starts a server on this machine with unusable weights: an install must follow. `command`:
     returns the arguments of the interpreter for a port and the installed version."""
-    module = kind.lower()
-    python = server_python(settings.server.python, module)
-    version = await asyncio.to_thread(check_installed, python, module, settings.server.python)
-    port, key = free_port(), secrets.token_hex(32)  # hex: an argument must not begin with -
-    own = {**environment, server_key.VARIABLE: key}
-    process = ServerProcess(name, [python, *command(port, version)], own, log_file)
+    with ExitStack() as stack:
+        if is_converted(settings):
+            folder = await asyncio.to_thread(stack.enter_context, served_folder(settings))
+            settings = settings.model_copy(update={"model_folder": str(folder)})
+        module = kind.lower()
+        python = server_python(settings.server.python, module)
+        version = await asyncio.to_thread(check_installed, python, module, settings.server.python)
+        port, key = free_port(), secrets.token_hex(32)  # hex: an argument must not begin with -
+        own = {**environment, server_key.VARIABLE: key}
+        line = [python, *command(settings, port, version)]
+        process = ServerProcess(name, line, own, log_file, stack.pop_all())
     address = f"http://127.0.0.1:{port}"
     keyed = settings.model_copy(update={"key": key, "is_started": True})
     made = await process.opened(

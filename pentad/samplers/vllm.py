@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from pentad.samplers.dialect import (
     Receipt,
     VersionSpan,
     check_context,
+    check_quantised,
     check_routes,
     command_line,
     dotted,
@@ -44,6 +46,7 @@ from pentad.samplers.dialect import (
 )
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
+from pentad.samplers.served import is_fp8
 from pentad.samplers.server_sampler import ServerSampler
 from pentad.samplers.started_server import StartedServer, attach_server, start_server
 from pentad.samplers.weight_proof import ADAPTER, NO_FOLDER, check_targets, max_rank, prove_factors
@@ -62,6 +65,7 @@ TRIED = (0, 32)
 EXTENSION = "pentad.samplers.vllm_worker.WeightReceiver"
 GATE = "pentad.samplers.server_key.KeyGate"
 GENERATE = "/inference/v1/generate"
+DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
 RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this."""
@@ -204,7 +208,7 @@ class Vllm(LoadingDialect):
     async def resume(self) -> None:
         await self.wire.post("/resume")
 
-    async def load(self, version: int, weights: TensorPairs) -> Installed:
+    async def load_tensors(self, version: int, weights: TensorPairs) -> Installed:
         part = await self.changed.choose(weights)
         is_part = len(part) < len(weights)
         receipts = await self.transport.send(part, self.call_workers, is_part=is_part)
@@ -287,6 +291,7 @@ class ModelAbout(BaseModel):
     enable_return_routed_experts: bool = False
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    quantization: str | None = None
 
 
 class ParallelAbout(BaseModel):
@@ -359,6 +364,7 @@ async def attach(
         about = await probe(wire, where)
         check_context(where, about.model.max_model_len, settings, "--max-model-len")
         check_routes(where, settings, about.model.enable_return_routed_experts)
+        check_quantised(where, settings, about.model.quantization)
         transport = transport_of(settings, address, about.parallel.world_size)
         dialect = Vllm(wire, transport, settings, about)
         (worker, *_) = await dialect.call_workers("pentad_about")
@@ -389,7 +395,7 @@ def lora_flags(lora: LoraConfig) -> list[str]:
 
 
 async def start(settings: ServerSettings, name: str, log_file: Path) -> StartedServer:
-    def command(port: int, version: str) -> list[str]:
+    def command(settings: ServerSettings, port: int, version: str) -> list[str]:
         words = flags(settings, port, release(version))
         return ["-m", "vllm.entrypoints.openai.api_server", *words]
 
@@ -443,6 +449,9 @@ def environment(settings: ServerSettings) -> dict[str, str]:
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if settings.lora is not None:
         own[RUNTIME] = "1"
+    if is_fp8(settings):
+        # By default DeepGEMM quantises the weights again, with powers of two as scales.
+        own[DEEP_GEMM] = os.environ.get(DEEP_GEMM, "0")
     own["VLLM_API_KEY"] = ""  # a key of the user would be required in addition to ours
     if settings.device == "cpu":
         whole_gib = max(1, -(-(settings.rollout.kv_cache_bytes or 2**30) // 2**30))

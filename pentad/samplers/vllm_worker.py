@@ -132,13 +132,14 @@ def take_factors(worker: WeightReceiver, factors: dict[str, Tensor], lora: Reply
     arrived = digest_of(factors.items())
     outer = worker.model_runner.lora_manager
     config = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": []}
-    # A copy for each expert: vLLM scales B in place.
+    # A copy for each expert: vLLM scales B in place. They stay on the device: in host memory vLLM
+    # pins each one twice, which takes seconds at every install.
     named = {PREFIX + name: tensor.clone() for name, tensor in expanded(factors).items()}
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         named,
         PEFTHelper.from_dict(config),
-        device="cpu",
+        device=str(worker.device),
         dtype=outer.lora_config.lora_dtype,
         model_vocab_size=outer.vocab_size,
         weights_mapper=renames_of(worker.model_runner.get_model()),

@@ -13,7 +13,7 @@ targets at the start, and digests of the server's factors with the published one
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from pentad.engine.section import LoraConfig
 from pentad.models.families import lora_map_of, map_of
 from pentad.models.registry import build_whole
 from pentad.ops.digest import digest_of, words_of
+from pentad.weights.block_fp8 import FP8
+from pentad.weights.dequantize import SCALES
 from pentad.weights.map import WeightMap
 from pentad.weights.peft import FUSED, A, B, expanded, without_number, word_of
 
@@ -46,6 +48,8 @@ def prove(
     used: set[str] = set()
     for name, tensor in as_held(where, held, dict(weights), used):
         dtypes = dict.fromkeys((dtype, tensor.dtype, torch.float32))
+        if tensor.dtype == FP8 or name.endswith(SCALES):
+            dtypes = {tensor.dtype: None}
         if all(held[name] != checksum(tensor.to(one)) for one in dtypes):
             expected = checksum(tensor.to(dtype))
             found = f"{name} has checksum {held[name]} where the published weights give {expected}"
@@ -65,18 +69,24 @@ def as_held(
         if not parts:
             raise InfraFailure(f"{where}: it has {name}, which corresponds to no published tensor")
         used |= {part for group in parts for part in group}
-        fused = [
-            torch.cat([weights[part] for part in group]) if len(group) > 1 else weights[group[0]]
-            for group in parts
-        ]
-        tensor = torch.stack(fused) if is_expert(name) else fused[0]
+        fused = [joined([weights[part] for part in group]) for group in parts]
+        tensor = joined([one[None] for one in fused]) if is_expert(name) else fused[0]
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
             tensor = pad(tensor, (0, 0, 0, -len(tensor) % VOCAB_MULTIPLE))
         yield name, tensor
 
 
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenates; by bytes in fp8, for which not all devices can."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if tensors[0].dtype == FP8:
+        return torch.cat([one.view(torch.uint8) for one in tensors]).view(FP8)
+    return torch.cat(list(tensors))
+
+
 def is_expert(name: str) -> bool:
-    return name.rpartition(".")[2] in EXPERTS
+    return name.rpartition(".")[2].removesuffix(SCALES) in EXPERTS
 
 
 def sources(name: str, weights: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
@@ -87,12 +97,14 @@ def sources(name: str, weights: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
     if name == "lm_head.weight":  # a tied head that is stored twice
         return sources("model.embed_tokens.weight", weights)
     stem, _, last = name.rpartition(".")
-    if last in EXPERTS:
+    if is_expert(name):
         stem = stem.removesuffix(".routed_experts")  # an additional module of vLLM
+        kind = "weight" + SCALES if last.endswith(SCALES) else "weight"
+        parts = EXPERTS[last.removesuffix(SCALES)]
         groups: list[tuple[str, ...]] = []
-        while (first := f"{stem}.{len(groups)}.{EXPERTS[last][0]}.weight") in weights:
-            at = first.removesuffix(f"{EXPERTS[last][0]}.weight")
-            groups.append(tuple(f"{at}{part}.weight" for part in EXPERTS[last]))
+        while f"{stem}.{len(groups)}.{parts[0]}.{kind}" in weights:
+            at = f"{stem}.{len(groups)}"
+            groups.append(tuple(f"{at}.{part}.{kind}" for part in parts))
         return groups
     parent, _, layer = stem.rpartition(".")
     group = tuple(f"{parent}.{part}.{last}" for part in FUSED.get(layer, ()))

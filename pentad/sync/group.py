@@ -45,6 +45,8 @@ def broadcast(group: BroadcastGroup, tensor: Tensor) -> None:
     """Broadcasts from rank 0; returns when this rank's part is done."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
+    if tensor.dtype.itemsize == 1:  # gloo has no fp8
+        tensor = tensor.view(torch.uint8)
     group.broadcast([tensor], options).wait()
 
 

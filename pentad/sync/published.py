@@ -217,6 +217,14 @@ def gpu_uuid(device: torch.device | int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def gpu_of(uuid: str, what: str) -> int:
+    """Returns the index of a GPU in this process; RunError if it is not one of its GPUs."""
+    for index in range(torch.cuda.device_count()):
+        if gpu_uuid(index) == uuid:
+            return index
+    raise RunError(f"{what} lie on {uuid}, not on our GPU")
+
+
 def make_buffer(layout: FileLayout, device: torch.device) -> Tensor:
     """Makes a GPU buffer for a safetensors file, with its header."""
     flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
@@ -234,12 +242,9 @@ def share_on_gpu(version: int, flat: Tensor, num_tensors: int, digest: str) -> P
 
 def open_on_gpu(published: PublishedWeights) -> dict[str, Tensor]:
     """Maps the publisher's memory: read-only, and only until the receipt is sent."""
-    found = [n for n in range(torch.cuda.device_count()) if gpu_uuid(n) == published.place]
-    if not found:
-        where = f"lie on {published.place}, not on our GPU"
-        raise RunError(f"weights of version {published.version} {where}")
-    what = f"weights of version {published.version} on {published.place}"
-    return views(open_gpu_handle(published.handle, found[0]), what)
+    what = f"weights of version {published.version}"
+    opened = open_gpu_handle(published.handle, gpu_of(published.place, what))
+    return views(opened, f"{what} on {published.place}")
 
 
 def open_weights(

@@ -121,7 +121,7 @@ def announced(log: logging.Logger, what: str) -> Iterator[None]:
     log.info("%s: done in %.1f s", what, took, extra=NOTICE if took >= LONG_S else None)
 
 
-def is_shown(record: logging.LogRecord) -> bool:
+def belongs_on_screen(record: logging.LogRecord) -> bool:
     """Whether a message is shown on the screen."""
     if record.name.partition(".")[0] in LIBRARIES:
         return record.levelno >= logging.ERROR
@@ -129,11 +129,12 @@ def is_shown(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def log_to(path: Path) -> Iterator[None]:
-    """Context in which log messages are appended to `path` and shown on the screen."""
+def log_to(path: Path, *, is_shown: bool = True) -> Iterator[None]:
+    """Context in which log messages are appended to `path`, and shown on the screen if
+    `is_shown`."""
     root = logging.getLogger()
     screen = ScreenHandler(logging.INFO)
-    screen.addFilter(is_shown)
+    screen.addFilter(belongs_on_screen)
     screen.setFormatter(VisibleFormatter("%(message)s"))
     file = LogFile(path, encoding="utf-8")
     file.setFormatter(VisibleFormatter(FILE_FORMAT))
@@ -142,7 +143,8 @@ def log_to(path: Path) -> Iterator[None]:
     old_ours = ours.level
     root.setLevel(logging.WARNING)
     ours.setLevel(logging.INFO)
-    for handler in (screen, file):
+    handlers = (screen, file) if is_shown else (file,)
+    for handler in handlers:
         root.addHandler(handler)
     logging.captureWarnings(True)
     try:
@@ -152,7 +154,7 @@ def log_to(path: Path) -> Iterator[None]:
         logging.captureWarnings(False)
         root.setLevel(old_level)
         ours.setLevel(old_ours)
-        for handler in (screen, file):
+        for handler in handlers:
             root.removeHandler(handler)
             handler.close()
 

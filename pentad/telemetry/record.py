@@ -164,7 +164,7 @@ class Infra:
     )
     straggler: int | None = measured(
         "rank that computed 1.5 times as long as the others' median in the last three calls of a "
-        "kind; null: none, one process, or torchrun"
+        "kind; null: none, or one process"
     )
     ettr: float | None = measured(
         "effective training time ratio: time in steps that moved the weights and were neither done "

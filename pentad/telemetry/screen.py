@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -108,8 +107,8 @@ def look_up(record: Record, path: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-class Picture:
-    """The content of a screen; `draw` renders it."""
+class Screen:
+    """What a screen shows; `draw` renders it. The subclasses write it to a stream."""
 
     def __init__(self, title: str, total_steps: int) -> None:
         self.title = title
@@ -124,11 +123,12 @@ class Picture:
         """Description of the step in progress."""
 
     def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
+        """Shows records of an earlier start, without superseded ones."""
         for record in records:
-            self.add(record)
+            Screen.step(self, record)  # without writing it
         self.evals.extend(evals)
 
-    def add(self, record: Record) -> None:
+    def step(self, record: Record) -> None:
         self.under_way = ""
         self.records.append(record)
         for values, path in ((self.rewards, "rl.reward_mean"), (self.losses, "loss")):
@@ -136,12 +136,22 @@ class Picture:
             if value is not None:
                 values.append(value)
 
-    def take_samples(self, lines: Sequence[Record]) -> None:
+    def evaluation(self, record: Record) -> None:
+        self.evals.append(record)
+
+    def samples(self, lines: Sequence[Record]) -> None:
         for line in lines:
             if line["pick"] == "best":
                 self.best = line
             elif line["pick"] == "worst":
                 self.worst = line
+
+    def progress(self, text: str) -> None:
+        """Shows the work in progress, if the screen can erase it."""
+        self.under_way = text
+
+    def close(self) -> None:
+        self.under_way = ""
 
     @property
     def curve(self) -> tuple[str, str, list[float]]:
@@ -159,40 +169,40 @@ class Picture:
         return left * sum(known) / len(known) / 1e3
 
 
-def draw(picture: Picture, *, ascii_only: bool = False) -> RenderableType:
-    parts: list[RenderableType] = [_progress(picture)]
-    if picture.under_way:
-        parts.append(Text(one_line(picture.under_way, SAMPLE_WIDTH), style="dim"))
-    name, _, values = picture.curve
+def draw(screen: Screen, *, ascii_only: bool = False) -> RenderableType:
+    parts: list[RenderableType] = [_progress(screen)]
+    if screen.under_way:
+        parts.append(Text(one_line(screen.under_way, SAMPLE_WIDTH), style="dim"))
+    name, _, values = screen.curve
     if values:
         line = f"{name} {sparkline(values, ascii_only=ascii_only)} {number(values[0])} -> "
         parts.append(Text(line + number(values[-1]), style="cyan"))
-    if picture.evals:
-        ends = picture.evals if len(picture.evals) == 1 else [picture.evals[0], picture.evals[-1]]
+    if screen.evals:
+        ends = screen.evals if len(screen.evals) == 1 else [screen.evals[0], screen.evals[-1]]
         parts.append(Text("held out: " + " -> ".join(map(eval_text, ends)), style="green"))
-    if picture.records:
-        parts.append(_table(picture, ascii_only))
-    for sample, style in ((picture.best, "green"), (picture.worst, "red")):
+    if screen.records:
+        parts.append(_table(screen, ascii_only))
+    for sample, style in ((screen.best, "green"), (screen.worst, "red")):
         if sample is not None:
             parts.append(_sample_panel(sample, style))
     return Group(*parts)
 
 
-def _progress(picture: Picture) -> RenderableType:
-    done = picture.records[-1]["step"] if picture.records else 0
-    eta = picture.eta_s()
+def _progress(screen: Screen) -> RenderableType:
+    done = screen.records[-1]["step"] if screen.records else 0
+    eta = screen.eta_s()
     grid = Table.grid(padding=(0, 1), expand=True)
     for ratio in (0, 0, 1, 0):
         grid.add_column(ratio=ratio or None, no_wrap=True)
-    bar = ProgressBar(total=max(1, picture.total_steps), completed=done)
-    left = "done" if done >= picture.total_steps else f"ETA {clock(eta)}" if eta else "starting"
-    grid.add_row(Text(picture.title, "bold"), f"step {done}/{picture.total_steps}", bar, left)
+    bar = ProgressBar(total=max(1, screen.total_steps), completed=done)
+    left = "done" if done >= screen.total_steps else f"ETA {clock(eta)}" if eta else "starting"
+    grid.add_row(Text(screen.title, "bold"), f"step {done}/{screen.total_steps}", bar, left)
     return grid
 
 
-def _table(picture: Picture, ascii_only: bool) -> Table:
-    shown = picture.records[-ROWS_SHOWN:]
-    _, path, values = picture.curve
+def _table(screen: Screen, ascii_only: bool) -> Table:
+    shown = screen.records[-ROWS_SHOWN:]
+    _, path, values = screen.curve
     low, high = min(values, default=0.0), max(values, default=0.0)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("step", justify="right")
@@ -284,38 +294,11 @@ def clock(value_s: float | None) -> str:
     return f"{hours}:{minutes:02d}:{total % 60:02d}" if hours else f"{minutes}:{total % 60:02d}"
 
 
-class Screen(ABC):
-    """A `Picture` that is updated during a run."""
-
-    def __init__(self, picture: Picture) -> None:
-        self.picture = picture
-
-    def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
-        """Shows records of an earlier start, without superseded ones."""
-        self.picture.resume(records, evals)
-
-    def samples(self, lines: Sequence[Record]) -> None:
-        self.picture.take_samples(lines)
-
-    def progress(self, text: str) -> None:
-        """Shows the work in progress, if the screen can erase it."""
-        self.picture.under_way = text
-
-    @abstractmethod
-    def step(self, record: Record) -> None: ...
-
-    @abstractmethod
-    def evaluation(self, record: Record) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
 class LiveScreen(Screen):
     """A live table. Other output of the program appears above it."""
 
-    def __init__(self, picture: Picture, console: Console) -> None:
-        super().__init__(picture)
+    def __init__(self, title: str, total_steps: int, console: Console) -> None:
+        super().__init__(title, total_steps)
         self.console = console
         self.live = Live(self._draw(), console=console, refresh_per_second=4, transient=False)
         self.live.start()
@@ -329,53 +312,52 @@ class LiveScreen(Screen):
         self.live.update(self._draw())
 
     def step(self, record: Record) -> None:
-        self.picture.add(record)
+        super().step(record)
         self.live.update(self._draw())
 
     def evaluation(self, record: Record) -> None:
-        self.picture.evals.append(record)
+        super().evaluation(record)
         self.live.update(self._draw())
 
     def close(self) -> None:
-        self.picture.under_way = ""
+        super().close()
         self.live.update(self._draw(), refresh=True)
         self.live.stop()
 
     def _draw(self) -> RenderableType:
-        return draw(self.picture, ascii_only=self.console.options.ascii_only)
+        return draw(self, ascii_only=self.console.options.ascii_only)
 
 
 class PlainScreen(Screen):
     """One line per step, for files and pipes."""
 
-    def __init__(self, picture: Picture, stream: TextIO) -> None:
-        super().__init__(picture)
+    def __init__(self, title: str, total_steps: int, stream: TextIO) -> None:
+        super().__init__(title, total_steps)
         self.stream = stream
         self.columns: list[Column] = []
         self.lines = 0
         self.early: list[Record] = []
         """Evaluations of weights whose step is not recorded yet."""
-        self._say(f"{picture.title}: {picture.total_steps} steps")
+        self._say(f"{title}: {total_steps} steps")
 
     def step(self, record: Record) -> None:
-        picture = self.picture
-        width = max(5, len(str(picture.total_steps)))
+        width = max(5, len(str(self.total_steps)))
         columns = columns_for([record])
         if self.lines % HEADER_EVERY == 0 or columns != self.columns:
             self.columns = columns
             titles = " ".join(column.title.rjust(column.width) for column in columns)
             self._say(f"{'step':>{width}} {titles} {'ETA':>7}")
-        picture.add(record)
+        super().step(record)
         self.lines += 1
         cells = " ".join(_cell(record, column).rjust(column.width) for column in columns)
-        self._say(f"{record['step']:>{width}} {cells} {clock(picture.eta_s()):>7}")
+        self._say(f"{record['step']:>{width}} {cells} {clock(self.eta_s()):>7}")
         self._say_evaluations(record["step"])
 
     def evaluation(self, record: Record) -> None:
         """Prints the evaluation after the line of the step that produced its weights."""
-        self.picture.evals.append(record)
+        super().evaluation(record)
         self.early.append(record)
-        self._say_evaluations(self.picture.records[-1]["step"] if self.picture.records else 0)
+        self._say_evaluations(self.records[-1]["step"] if self.records else 0)
 
     def _say_evaluations(self, step: float) -> None:
         due = [record for record in self.early if record["version"] <= step]
@@ -385,7 +367,7 @@ class PlainScreen(Screen):
 
     def close(self) -> None:
         self._say_evaluations(math.inf)
-        for sample in (self.picture.best, self.picture.worst):
+        for sample in (self.best, self.worst):
             if sample is not None:
                 self._say(f"{sample['pick']} of step {sample['step']}, reward {_reward(sample)}:")
                 for line in sample_lines(sample):
@@ -399,8 +381,7 @@ class PlainScreen(Screen):
 def open_screen(title: str, total_steps: int, stream: TextIO | None = None) -> Screen:
     """A live table if the stream (standard output by default) is a terminal, else plain lines."""
     stream = sys.stdout if stream is None else stream
-    picture = Picture(title, total_steps)
     console = Console(file=stream)
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveScreen(picture, console)
-    return PlainScreen(picture, stream)
+        return LiveScreen(title, total_steps, console)
+    return PlainScreen(title, total_steps, stream)

@@ -156,8 +156,10 @@ def open_run(
     fresh: bool,
     dims: ModelDims,
     device: torch.device,
+    is_shown: bool = True,
 ) -> Iterator[RunContext]:
-    """Locks the run folder and opens log, sinks and screen; always closes them."""
+    """Locks the run folder and opens log, sinks and screen; always closes them. `is_shown`: whether
+    there is a screen."""
     size, layout = config.train_dataset.batch_size, config.layout("actor")
     steps_per_epoch = data.steps_per_epoch(size)
     num_steps = config.total_train_steps or steps_per_epoch * config.total_train_epochs
@@ -166,7 +168,7 @@ def open_run(
     seed_globals(config.seed, "scheduler")
     with ExitStack() as stack:
         folder = stack.enter_context(take_folder(config, fresh=fresh))
-        stack.enter_context(log_to(folder.file("log.txt")))
+        stack.enter_context(log_to(folder.file("log.txt"), is_shown=is_shown))
         stack.enter_context(determinism_restored())
         stack.enter_context(noted_end(folder, checkpoints))
         stack.enter_context(stop_early(partial(describe_progress, config)))
@@ -174,7 +176,9 @@ def open_run(
         log_start(config, [*notes, data.summary()], warnings, steps_per_epoch)
         for note in data.notes:
             log.info("%s", note, extra=NOTICE)
-        recorder = open_recorder(config, folder, title, num_steps)
+        name = f"{config.experiment_name}/{config.trial_name}"
+        screen = start_screen(f"{title} {name}", num_steps) if is_shown else None
+        recorder = open_recorder(config, folder, name, screen)
         stack.callback(recorder.close)
         steps = StepRecorder(
             dims,
@@ -200,8 +204,8 @@ def open_run(
         folder.check_there()
 
 
-def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int) -> Recorder:
-    telemetry, name = config.telemetry, f"{config.experiment_name}/{config.trial_name}"
+def open_recorder(config: Config, folder: RunFolder, name: str, screen: Screen | None) -> Recorder:
+    telemetry = config.telemetry
     sinks = build_sinks(
         folder.path,
         tensorboard=telemetry.tensorboard,
@@ -211,15 +215,15 @@ def open_recorder(config: Config, folder: RunFolder, title: str, num_steps: int)
     )
     return Recorder(
         folder,
-        start_screen(f"{title} {name}", num_steps),
+        screen,
         sinks,
         samples_per_step=telemetry.samples_per_step,
         seed=config.seed,
         answer_keys={one.name: one.data.answer_key for one in environments(config)},
         find_alarms=partial(
             find_alarms,
-            correction=config.algorithm.settings.correction,
-            has_penalty=bool(config.algorithm.settings.overlong_penalty),
+            correction=config.algorithm.correction,
+            has_penalty=bool(config.algorithm.overlong_penalty),
         ),
     )
 

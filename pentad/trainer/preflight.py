@@ -13,6 +13,7 @@ from pentad.checkpoint.folders import find_checkpoints
 from pentad.config.environments import environments
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
+from pentad.config.rules.check import check
 from pentad.config.rules.rule import RunCommand, RunFacts, StartFacts
 from pentad.config.rules.start import RULES
 from pentad.config.schema import Config
@@ -35,7 +36,7 @@ from pentad.trainer.inputs import (
     tokenizer_of,
     tokenizer_problems,
 )
-from pentad.trainer.rank.learners import check_start, trained_dims
+from pentad.trainer.rank.learners import check_sampled, check_start, trained_dims
 from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.sampling.samplers import server_problems
 
@@ -71,6 +72,7 @@ def check_train(config: Config, device: torch.device) -> Checked:
         checks.attempt(lambda: check_start(config, "actor"))
         if config.algorithm.facts.needs_critic:
             checks.attempt(lambda: check_start(config, "critic"))
+        checks.attempt(lambda: check_sampled(config))
     found = [check_environment(config, keys, reader, checks) for keys in environments(config)]
     checks.raise_all()
     good = tuple(one for one in found if one is not None)
@@ -87,7 +89,7 @@ def begin_checks(
     """Runs the checks that need no data; returns them with the dimensions of the trained model if
     these can be read."""
     checks = Collector()
-    checks.problems += start_problems(config, device, command)
+    checks.problems += check(config, start_facts(device, command), stage="start")
     checks.attempt(lambda: config.register_models())
     return checks, checks.attempt(lambda: trained_dims(config, config.model_folder()))
 
@@ -98,13 +100,6 @@ def held_out(found: Sequence[CheckedEnvironment]) -> Prompts | None:
     if len(streams) > 1:
         return MixedPrompts(streams, [len(stream) for stream in streams])
     return streams[0] if streams else None
-
-
-def start_problems(
-    config: Config, device: torch.device, command: RunCommand
-) -> list[Problem | str]:
-    """Returns settings that this version or this machine does not support; reads no data."""
-    return RULES.problems(config, start_facts(device, command))
 
 
 def start_facts(device: torch.device, command: RunCommand) -> RunFacts:
@@ -121,12 +116,8 @@ def facts_here(config: Config, command: RunCommand) -> RunFacts:
     return start_facts(pick_device(), command)
 
 
-@RULES.add(commands=("train", "sft"))
-def the_remote_store_answers(config: Config, facts: RunFacts) -> list[Problem | str]:
-    return remote_problems(config) if facts.at_start else []
-
-
-def remote_problems(config: Config) -> list[Problem | str]:
+@RULES.add(commands=("train", "sft"), stage="start")
+def the_remote_store_answers(config: Config) -> list[Problem | str]:
     """Reports a remote store that does not answer or rejects the credentials; checked after the
     keys are valid. A temporary failure is no problem if the run has a local checkpoint: `Tiers`
     logs it."""
@@ -151,7 +142,7 @@ def remote_problems(config: Config) -> list[Problem | str]:
     return []
 
 
-@RULES.add(commands=("train",))
+@RULES.add(commands=("train",), stage="start")
 def servers_can_start(config: Config, facts: RunFacts) -> list[Problem | str]:
     return server_problems(config, facts) if facts.samples(config) else []
 

@@ -97,11 +97,11 @@ class StepRecorder:
         self,
         trained: TrainedBatch,
         memory: MemoryUse,
-        saver: Saver,
+        saver: Saver | None,
         recover: RecoverHandler,
         published: PublishTimes | None = None,
     ) -> StepRecord:
-        """`saver`: the actor's."""
+        """`saver`: the actor's, if the run saves it."""
         step, timer = trained.batch + 1, trained.timer
         steps, lengths = trained.facts.steps, trained.facts.lengths
         more: dict[str, Any] = {"rows_digest": trained.rows_digest}
@@ -148,13 +148,11 @@ class StepRecorder:
                 active_nodes=self.num_nodes,
                 straggler=self.find_straggler(),
                 ep_world_size=self.layout.ep,
-                async_ckpt_commit_ms=saver.commit_ms if saver.is_async else None,
-                last_saved_step=_counted(saver.last_saved),
-                num_failed_saves=saver.num_failed,
                 last_recover_step=_counted(recover.last_saved),
                 recover_stall_ms=recover.stall_ms,
                 recover_commit_ms=recover.commit_ms,
                 num_failed_recovers=recover.num_failed if recover.is_on else None,
+                **_saves(saver),
                 **_uploads(recover.tiers),
                 **_publish_times(published),
             ),
@@ -224,6 +222,17 @@ def _uploads(tiers: Tiers) -> dict[str, Any]:
         "waiting_upload_step": _counted(status.waiting_step),
         "num_failed_uploads": status.num_failures,
         "uploaded_gb": status.num_bytes / 1e9,
+    }
+
+
+def _saves(saver: Saver | None) -> dict[str, Any]:
+    """Fields of `Infra` about exports."""
+    if saver is None:
+        return {}
+    return {
+        "async_ckpt_commit_ms": saver.commit_ms if saver.is_async else None,
+        "last_saved_step": _counted(saver.last_saved),
+        "num_failed_saves": saver.num_failed,
     }
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from pentad.checkpoint.folders import MANIFEST, Checkpoint, find_checkpoints, folder_of, reading
 from pentad.config.describe import show
+from pentad.config.load import record_values, with_hub_names
 from pentad.config.rules.checkpoint import changed_keys, fixed_problems
+from pentad.config.schema import SCORERS, Config
 from pentad.core.errors import Problem, UserError, raise_problems, visible
 from pentad.rl.bounds import Bounds
 from pentad.telemetry import host
@@ -106,6 +108,12 @@ def _check_place(context: RunContext) -> None:
         remedy = f"move that folder to {context.checkpoints}, set it back, or start with --fresh"
         where = f"checkpoint.local_dir = {show(config.checkpoint.local_dir)}"
         raise UserError(Problem(where, rule, remedy))
+
+
+def replaced_weights(checkpoint: Checkpoint, config: Config) -> set[str]:
+    """Returns the tags of frozen weights that have another folder than in the checkpoint."""
+    before, values = with_hub_names(checkpoint.manifest.facts["config"]), record_values(config)
+    return {tag for tag in SCORERS if before[tag]["path"] != values[tag]["path"]}
 
 
 def changed_versions(before: Any) -> list[str]:

@@ -70,6 +70,8 @@ class RunInputs(ABC):
     roles: tuple[Role, ...]
     """Learners: the actor comes first."""
     evaluates: bool
+    is_shown: bool = True
+    """Whether messages and steps are shown on the screen; else they are in the run folder only."""
 
     @abstractmethod
     async def open(self, run: Run, stack: AsyncExitStack) -> BatchSource:
@@ -125,7 +127,7 @@ class BatchSource(ABC):
         """Runs the steps, and the pumps that make batches."""
         watch = HangWatch(run.config.stall_abort_s, run.context.folder.file("log.txt"))
         # Learners in other processes are monitored by their rank group.
-        await Scheduler(run.stop.request, watch if run.learner.is_alone else None).run(steps)
+        await Scheduler(run.stop.request, None if run.learner.is_remote else watch).run(steps)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Names the work in progress while active, for the report of a stalled run."""
@@ -133,7 +135,7 @@ class BatchSource(ABC):
 
     def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
         memory = MemoryUse(**run.learner.query("memory"))
-        return run.context.steps.record(trained, memory, run.saver, run.recover)
+        return run.context.steps.record(trained, memory, run.savers.get("actor"), run.recover)
 
     def keep(self, trained: TrainedBatch) -> None:  # noqa: B027
         """Writes the kept files of a step, before its record."""
@@ -161,6 +163,7 @@ def lead(
         fresh=fresh,
         dims=inputs.dims,
         device=learner.device,
+        is_shown=inputs.is_shown,
     ) as context:
         if done := finished(context, roles=inputs.roles, evaluates=inputs.evaluates):
             return done

@@ -37,6 +37,11 @@ class FrequencyConfig(Section):
     freq_secs: Seconds | None = None
     """Every n seconds. If several keys are set, any of them triggers."""
 
+    @property
+    def is_periodic(self) -> bool:
+        """Whether any of these keys is set."""
+        return any(getattr(self, key) for key in FrequencyConfig.model_fields)
+
 
 class EvaluatorConfig(FrequencyConfig):
     n_samples: Count = 1
@@ -59,11 +64,6 @@ class SaverConfig(FrequencyConfig):
     """Number of additional HF folders to keep, those with the best held-out evaluation: accuracy
     (mean reward if the reward has no part `correct`), in SFT the loss. Steps without an evaluation
     do not count."""
-
-    @property
-    def is_periodic(self) -> bool:
-        """Whether models are also saved before the end."""
-        return any((self.freq_epochs, self.freq_steps, self.freq_secs))
 
 
 class RecoverConfig(FrequencyConfig):

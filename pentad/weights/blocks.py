@@ -1,4 +1,5 @@
-"""Plans which blocks of HF tensors each rank writes, and reads these blocks from its shards."""
+"""Plans which blocks of HF tensors each rank writes, reads these blocks from its shards, and joins
+them to whole tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +22,17 @@ from pentad.weights.regions import (
     box_shape,
     clip_all,
     coverage_fault,
+    slices,
     within,
 )
-from pentad.weights.transfer import Shard, TensorInfo, source_block, target_block
+from pentad.weights.transfer import (
+    Shard,
+    TensorInfo,
+    assemble,
+    held_sources,
+    source_block,
+    target_block,
+)
 
 ALIGN = 64
 """Alignment in bytes of a block in host memory."""
@@ -100,6 +109,32 @@ def plan_blocks(
     owners = owners_of(shards, weight_map, infos, gather)
     mine = {name: shards[name].box for name, owner in owners if owner == rank}
     return list(_blocks(mine, weight_map, infos))
+
+
+def iter_whole(
+    shards: Mapping[str, Shard],
+    weight_map: WeightMap,
+    infos: Mapping[str, TensorInfo],
+    group: OptionalGroup,
+    device: torch.device,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the whole tensors of `infos`: of a rank that has all weights as views if no copy is
+    needed; else joined from the blocks of all ranks, which must iterate to the end, on `device`."""
+    if group is None:
+        tensors = {name: shard.tensor for name, shard in shards.items()}
+        for source in held_sources(tensors, weight_map):
+            yield source.name, assemble(source, tensors, infos[source.name].dtype)
+        return
+    mine: dict[str, list[WeightBlock]] = {name: [] for name in infos}
+    for block in plan_blocks(shards, weight_map, infos, group):
+        mine[block.name].append(block)
+    for name, info in infos.items():
+        whole = torch.zeros(info.shape, dtype=info.dtype, device=device)
+        for block in mine[name]:
+            block.copy_to(whole[slices(block.box)], shards)
+        # The other ranks add zeros.
+        torch.distributed.all_reduce(whole.view(-1).view(torch.uint8), group=group)
+        yield name, whole
 
 
 def staged_bytes(blocks: list[WeightBlock]) -> int:

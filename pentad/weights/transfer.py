@@ -323,7 +323,7 @@ def iter_sources(
         for region in source.regions:
             if region.source not in ready:
                 ready[region.source] = gather(tensors[region.source].detach())
-        yield source.name, _assemble(source, ready, written_dtype(source, dtype))
+        yield source.name, assemble(source, ready, written_dtype(source, dtype))
         for region in source.regions:
             if last_use[region.source] == source.name:
                 ready.pop(region.source, None)
@@ -342,7 +342,8 @@ def native_dtypes(sources: Iterable[Source], dtype: torch.dtype) -> dict[str, to
     }
 
 
-def _assemble(source: Source, ready: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+def assemble(source: Source, ready: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Returns a source tensor from whole targets, as a view if no copy is needed."""
     first = source.regions[0]
     dtype = dtype or ready[first.source].dtype
     if len(source.regions) == 1:

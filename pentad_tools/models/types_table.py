@@ -107,7 +107,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "helium": HEADS,
     "hunyuan_v1_dense": HEADS,
     "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2, "moe_intermediate_size": 48},
-    "jamba": {},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {**DEEPSEEK, **LATENT},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama": HEADS,
@@ -119,7 +119,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "mistral": WINDOW,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "nemotron": HEADS,
-    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2},
     "olmo": {},
     "olmo2": {},
     "olmo3": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
@@ -151,7 +151,8 @@ config and random weights. This page is the output of `pentad verify-model --tab
 - **difference**: the largest of a log-prob, in nats, from transformers' own logits of each sequence
   alone. It covers packed rows under every backend listed, and tokens that the sampler drew with
   prompts in chunks, cached prefixes and preemptions.
-- **rejected because**: what `pentad plan` and the start of a run report.
+- **rejected because**: what `pentad plan` and the start of a run report. Models that only the
+  sampler rejects are sampled by vLLM or SGLang.
 
 {rows}
 """
@@ -175,14 +176,14 @@ class TypeReport:
     max_diff: float | None
     """Largest difference of a log-prob over all backends and the sampler."""
     reason: str = ""
-    """The reason if it is rejected."""
+    """The reason if it, or the embedded sampler, is rejected."""
 
     @property
     def passed(self) -> bool:
         return self.max_diff is None or self.max_diff < CLOSE
 
     def cells(self) -> tuple[str, ...]:
-        trains, samples = ", ".join(self.trains) or "rejected", "yes" if self.trains else "no"
+        trains, samples = ", ".join(self.trains) or "rejected", "no" if self.reason else "yes"
         largest = "" if self.max_diff is None else f"{self.max_diff:.0e}"
         return self.model_type, trains, samples, largest, self.reason.replace("|", "/")
 
@@ -213,12 +214,21 @@ def try_type(name: str) -> TypeReport:
             try:
                 found[backend] = _trained_diff(scratch, backend, theirs)
             except UserError as error:
-                rules = [p.rule if isinstance(p, Problem) else p for p in error.problems]
-                reason = "; ".join(rules)
+                reason = _rules_of(error)
         if not found:
             return TypeReport(name, (), None, reason)
-        diffs = [*found.values(), *(_sampled_diff(scratch, how, theirs) for how in SAMPLING)]
-        return TypeReport(name, tuple(found), max(diffs))
+        sampled: list[float] = []
+        reason = ""
+        try:
+            sampled += [_sampled_diff(scratch, how, theirs) for how in SAMPLING]
+        except UserError as error:
+            reason = f"sampler: {_rules_of(error)}"
+        largest = max([*found.values(), *sampled])
+        return TypeReport(name, tuple(found), largest, reason)
+
+
+def _rules_of(error: UserError) -> str:
+    return "; ".join(p.rule if isinstance(p, Problem) else p for p in error.problems)
 
 
 @torch.no_grad()

@@ -50,6 +50,7 @@ from pentad.models.registry import create_model
 from pentad.rollout.section import RolloutConfig
 from pentad.samplers import sglang_worker
 from pentad.sync.group import broadcast
+from pentad.weights.block_fp8 import dequantised
 
 
 class Body(BaseModel):
@@ -169,11 +170,19 @@ def as_sent(pairs):
 
 class StandIn:
     def __init__(
-        self, make_sampler, damage=as_sent, eos_ids=(), pool: LoraPool | None = None, **info: Any
+        self,
+        make_sampler,
+        damage=as_sent,
+        eos_ids=(),
+        pool: LoraPool | None = None,
+        fp8: bool = False,
+        **info: Any,
     ) -> None:
         """`damage` makes other weights of those that arrive. `eos_ids` are those of its model,
         which end answers unless it is asked to ignore all ids that do. `pool`: that of a server
-        with adapters and our plugin."""
+        with adapters and our plugin. `fp8`: it was started with quantised weights."""
+        self.fp8: dict[str, torch.Tensor] | None = {} if fp8 else None
+        """The tensors as they came."""
         self.eos_ids = eos_ids
         self.make_sampler = make_sampler
         self.damage = damage
@@ -388,8 +397,13 @@ class StandIn:
             self.sampler.engine.version = min(self.sampler.engine.version, int(body.weight_version))
             self.arrived.append([name for name, _ in self.pending])
             held = {n: t.detach().clone() for n, t in iter_hf(self.sampler.engine.model)}
+            held = held if self.fp8 is None else self.fp8
             merged = list((held | dict(self.pending)).items())  # what did not come stays
-            await self.sampler.install(int(body.weight_version), self.damage(merged))
+            pairs = self.damage(merged)
+            if self.fp8 is not None:
+                self.fp8 = dict(pairs)
+                pairs = list(dequantised(pairs, torch.float32))
+            await self.sampler.install(int(body.weight_version), pairs)
             self.label, self.pending = body.weight_version, []
         return JSONResponse({"success": True, "message": "Success."})
 
@@ -448,7 +462,10 @@ class StandIn:
     async def weight_checksums(self) -> Response:
         """Of what the engine holds, under the names that SGLang's models have for it."""
         held: dict[str, list[torch.Tensor]] = {}
-        for name, tensor in iter_hf(self.sampler.engine.model):
+        pairs = iter_hf(self.sampler.engine.model)
+        if self.fp8 is not None:  # utils/weight_checker.py
+            pairs = dequantised(self.fp8.items(), torch.bfloat16)
+        for name, tensor in pairs:
             fused = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
             fused = re.sub(r"experts\.\d+\.(gate|up)_proj\.", "experts.w13_", fused)
             fused = re.sub(r"experts\.\d+\.down_proj\.", "experts.w2_", fused)
@@ -459,7 +476,8 @@ class StandIn:
             table.append(torch.zeros(-len(table[0]) % 64, table[0].shape[1]))
         sums = {}
         for name, parts in held.items():
-            data = hashlib.sha256(torch.cat(parts).contiguous().numpy().tobytes())
+            whole = torch.cat(parts).contiguous().flatten()
+            data = hashlib.sha256(whole.view(torch.uint8).numpy().tobytes())
             sums[name] = f"{int.from_bytes(data.digest()[:8], 'big'):016x}"
         rank = {"checksums": sums, "per_gpu_checksum": "", "parallelism_info": {}}
         return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
@@ -518,7 +536,9 @@ def main() -> None:
     parser.add_argument("--enable-memory-saver", action="store_true")
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     given, _ = parser.parse_known_args()
-    dims = dims_of(json.loads((given.model_path / "config.json").read_text()))
+    config = json.loads((given.model_path / "config.json").read_text())
+    fp8 = config.pop("quantization_config", None)
+    dims = dims_of(config)
     num, routes = given.max_running_requests, given.enable_return_routed_experts
     settings = SamplerSettings(
         rollout=RolloutConfig(max_running=num, replay_routes=routes),
@@ -535,6 +555,7 @@ def main() -> None:
         enable_memory_saver=given.enable_memory_saver,
         enable_return_routed_experts=given.enable_return_routed_experts,
         skip_tokenizer_init=True,
+        fp8=fp8 is not None and fp8["quant_method"] == "fp8",
     )
     print(f"server_args={given}")  # as SGLang does, with the key in it
     app = with_key(stand_in.app(), given.api_key)

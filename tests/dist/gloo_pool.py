@@ -29,7 +29,7 @@ TRACE_S = 2.0
 may report the lost connection first."""
 HERE = Path(__file__).parent
 PATHS = [str(HERE), str(HERE.parent / "unit/engine"), str(HERE.parent)]
-IMPORTED = ("checkpoint_cases", "compiled_cases", "hf_cases", "publish_cases", "run_cases")
+IMPORTED = ("checkpoint_cases", "compiled_cases", "hf_cases", "publish_cases")
 IMPORTED += ("strict_cases", "exchange_cases", "group_targets", "preloaded")
 """What cases import, once for all workers: most of a short case would be the import."""
 

@@ -33,6 +33,7 @@ from pentad.parallel.gradients import global_square
 from pentad.sync.publisher import take_snapshot
 
 DENSE = CONFIG | {
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 6,

@@ -1,9 +1,7 @@
-"""What ranks run in the tests of whole runs: within the pool, and as processes of their own."""
+"""What ranks run in the tests of whole runs."""
 
+import json
 import socket
-import threading
-import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -11,24 +9,18 @@ import torch
 import torch.distributed as dist
 
 from pentad.core.errors import RunError
-from pentad.core.group_values import gather_values
 from pentad.data.tokenizer import load_tokenizer
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.held import HeldModel
 from pentad.models.families import dims_of
 from pentad.parallel.cuts import local
 from pentad.planner.prepare import prepare
-from pentad.runtime import calls as runtime_calls
-from pentad.runtime.calls import RankCalls, serve
-from pentad.runtime.rank import Rank
-from pentad.trainer.inputs import RowReader
-from pentad.trainer.processes.ranks import run_over_ranks, run_rank
-from pentad.trainer.processes.supervisor import RunJob
+from pentad.trainer.inputs import RowReader, open_examples
+from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.rank import learners
 from pentad.trainer.rank.example_service import PretrainService, SftService
 from pentad.trainer.rank.preference_service import PreferenceService, RewardModelService
 from pentad.trainer.rank.service import LearnerService
-from pentad.trainer.run import lead
 from pentad.trainer.sources.examples import begin_examples
 from pentad.trainer.sources.rollouts import begin_train
 
@@ -65,191 +57,101 @@ RUNS = {
 }
 
 
-def run_here(command, task, root, trial, overrides):
-    """One rank of a run, in a process of the pool."""
+def run_ranks(command, task, root, trial, overrides, service=None):
+    """A run over the ranks of its layout. `service`: that of every rank, if not the usual one."""
     config, notes = config_of(task, root, command, trial, *overrides)
-    rank = Rank(dist.get_rank(), dist.get_world_size())
-    check, service = RUNS[command]
-    job = RunJob(lead, service, check, config, notes)
-    summary = run_rank(job, rank, torch.device("cpu"), fresh=False)
-    return summary and {"records": str(summary.records), "model": str(summary.model)}
+    check, usual = RUNS[command]
+    return run_over_ranks(check, service or usual, config, notes, False, "cpu")
 
 
 def data_seen(task, root, overrides):
     """The ids of the rows of every step, as the config says."""
     config, _ = config_of(task, root, "pretrain", "seen", *overrides)
     path = config.actor.path
-    data = PretrainService.open_part(
-        config, "train", RowReader(dims_of(path), load_tokenizer(path))
-    )
+    reader = RowReader(dims_of(path), load_tokenizer(path))
+    data = open_examples("pretrain", config, "train", reader)
     size, steps = config.train_dataset.batch_size, config.total_train_steps
     return [[row.ids.tolist() for row in data.batch(step, size)] for step in range(steps)]
 
 
-def run_noting_rows(command, task, root, trial, overrides):
-    """As `run_here`, with the rows that every rank trained; they must be the same. Each rank takes
-    itself for a machine of its own."""
-    seen, plain, hostname = [], Engine.accumulate, socket.gethostname
-    socket.gethostname = lambda: f"host-{dist.get_rank()}"
-
-    def accumulate(engine, rows, loss, *, last=True):
-        seen.append([row.ids.tolist() for row in rows])
-        return plain(engine, rows, loss, last=last)
-
-    Engine.accumulate = accumulate
-    try:
-        summary = run_here(command, task, root, trial, overrides)
-    finally:
-        Engine.accumulate, socket.gethostname = plain, hostname
-    first, *others = gather_values(seen)
-    assert all(other == first for other in others)
-    return summary and {**summary, "seen": first}
+def noted_by(records, world):
+    """What the services of all ranks noted."""
+    return [json.loads((records / f"noted-{rank}.json").read_text()) for rank in range(world)]
 
 
-def run_corrupted(command, task, root, trial, overrides):
-    """As `run_here`; after step 2 one bit of a norm is another on rank 1."""
-    plain = Engine.end_step
+class NotingService(PretrainService):
+    """The service of one rank, in a process of its own; what it notes is written at its end."""
 
-    def end_step(engine):
-        result = plain(engine)
-        if dist.get_rank() == 1 and engine.num_steps == 2:
-            weight = local(next(t for n, t in engine.masters.items() if n.endswith("norm.weight")))
-            weight.detach().view(torch.int32).flatten()[0] ^= 1
-        return result
-
-    Engine.end_step = end_step
-    try:
-        return run_here(command, task, root, trial, overrides)
-    finally:
-        Engine.end_step = plain
-
-
-def run_poisoned(command, task, root, trial, overrides):
-    """As `run_here`; after step 3 rank 1 holds a weight with which its gradients are not finite.
-    What every rank has: which steps moved its weights, and whether it went back."""
-    end_step, gradients, moved = Engine.end_step, HeldModel.gradients, []
-    value = 2.0**-20
-
-    def first(held):
-        return local(next(iter(held.parameters.values()))).detach().view(-1)
-
-    def end(engine):
-        before = first(engine.held).clone()
-        result = end_step(engine)
-        moved.append(not torch.equal(before, first(engine.held)))
-        if dist.get_rank() == 1 and engine.num_steps == 3:
-            first(engine.held)[0] = value
-        return result
-
-    def spoiled(held):
-        found = gradients(held)
-        if first(held)[0] == value:
-            next(iter(found.values())).fill_(float("nan"))
-        return found
-
-    Engine.end_step, HeldModel.gradients = end, spoiled
-    try:
-        summary = run_here(command, task, root, trial, overrides)
-    finally:
-        Engine.end_step, HeldModel.gradients = end_step, gradients
-    everyone = gather_values(moved)
-    return summary and {**summary, "moved": everyone}
-
-
-# What calls promise, with a service on every rank.
-
-
-class Noting:
-    """Notes the calls that were made of it."""
-
-    mild = frozenset({"refuse"})
-
-    def __init__(self):
-        self.rank = Rank(dist.get_rank(), dist.get_world_size())
-        self.seen = []
-
-    def note(self, **values):
-        self.seen.append(values)
-        return [self.rank.rank, len(self.seen)]
-
-    def everyone(self):
-        """What all ranks noted."""
-        return gather_values(self.seen)
-
-    def refuse(self):
-        self.seen.append("refused")
-        raise RunError(f"refused by rank {self.rank.rank}")
-
-    def nap(self):
-        if self.rank.rank > 0:
-            time.sleep(8)
+    def __init__(self, config, rank, device):
+        super().__init__(config, rank, device)
+        self.noted = []
 
     def close(self, *, is_failed):
-        self.seen.append("closed")
+        super().close(is_failed=is_failed)
+        place = self.config.run_path / f"noted-{self.rank.rank}.json"
+        place.write_text(json.dumps(self.noted))
 
 
-def called(case):
-    """Makes calls on all ranks from rank 0; the others serve."""
-    service = Noting()
-    if service.rank.rank > 0:
-        return serve(service)
-    with RankCalls(service) as calls:
-        found = CASES[case](calls)
-    assert service.seen[-1] == "closed"
-    return found
+class RowsNoted(NotingService):
+    """Notes the rows of every step; its rank takes itself for a machine of its own."""
+
+    def __init__(self, config, rank, device):
+        super().__init__(config, rank, device)
+        plain = Engine.accumulate
+
+        def accumulate(engine, rows, loss, *, last=True):
+            self.noted.append([row.ids.tolist() for row in rows])
+            return plain(engine, rows, loss, last=last)
+
+        Engine.accumulate = accumulate
+        socket.gethostname = lambda: f"host-{rank.rank}"
 
 
-def same_order(calls):
-    """Calls of two threads come to all ranks in one order, with their values."""
-    threads = [
-        threading.Thread(target=lambda n=n: [calls.call_all("note", by=n, at=i) for i in range(20)])
-        for n in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    first, second = calls.call_all("everyone")
-    return first == second, len(first), calls.call_all("note", text="ä", none=None, x=0.1)
+class BitFlipped(PretrainService):
+    """After step 2 one bit of a norm is another on rank 1."""
+
+    def __init__(self, config, rank, device):
+        super().__init__(config, rank, device)
+        plain = Engine.end_step
+
+        def end_step(engine):
+            result = plain(engine)
+            if rank.rank == 1 and engine.num_steps == 2:
+                masters = engine.masters.items()
+                weight = local(next(t for n, t in masters if n.endswith("norm.weight")))
+                weight.detach().view(torch.int32).flatten()[0] ^= 1
+            return result
+
+        Engine.end_step = end_step
 
 
-def ask_one(calls):
-    """A question is rank 0's alone."""
-    calls.query("note", a=1)
-    return calls.call_all("everyone")
+class Poisoned(NotingService):
+    """After step 3 rank 1 holds a weight with which its gradients are not finite. Notes which steps
+    moved its weights."""
 
+    def __init__(self, config, rank, device):
+        super().__init__(config, rank, device)
+        end_step, gradients = Engine.end_step, HeldModel.gradients
+        value = 2.0**-20
 
-def refused(calls):
-    """A mild failure is reported, and the next call is made; another one is the end."""
-    try:
-        calls.call_all("refuse")
-    except RunError as error:
-        said = str(error)
-    return said, calls.call_all("everyone"), calls.is_broken
+        def first(held):
+            return local(next(iter(held.parameters.values()))).detach().view(-1)
 
+        def end(engine):
+            before = first(engine.held).clone()
+            result = end_step(engine)
+            self.noted.append(not torch.equal(before, first(engine.held)))
+            if rank.rank == 1 and engine.num_steps == 3:
+                first(engine.held)[0] = value
+            return result
 
-def hang(calls):
-    """A rank that takes no more calls: rank 0 does not wait for ever."""
-    calls.call_all("nap")
-    try:
-        calls.call_all("note")
-    except RuntimeError as error:
-        return "imed out" in str(error), calls.is_broken
-    return "it waited"
+        def spoiled(held):
+            found = gradients(held)
+            if first(held)[0] == value:
+                next(iter(found.values())).fill_(float("nan"))
+            return found
 
-
-def hang_soon():
-    """`hang`, with a limit of seconds."""
-    limit, runtime_calls.ANSWER = runtime_calls.ANSWER, timedelta(seconds=3)
-    try:
-        return called("hang")
-    except RunError as error:  # the other rank, awake again
-        return str(error)
-    finally:
-        runtime_calls.ANSWER = limit
-
-
-CASES = {f.__name__: f for f in (same_order, ask_one, refused, hang)}
+        Engine.end_step, HeldModel.gradients = end, spoiled
 
 
 # Ranks that fail.

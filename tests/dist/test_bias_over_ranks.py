@@ -1,11 +1,10 @@
 """SFT of a mixture with a selection bias over ranks: one process's bias, in the saved folder."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from run_cases import config_of
+from run_cases import config_of, run_ranks
 from safetensors.torch import load_file
 
 from pentad.data.toy import write_model, write_task
@@ -47,18 +46,15 @@ def alone(task, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", ["d2e2", "p2", "t2"])
-def test_the_saved_bias_is_that_of_one_process(pool, task, tmp_path, alone, layout):
-    summary = pool.run(
-        2,
-        "run_cases",
-        "run_here",
+def test_the_saved_bias_is_that_of_one_process(task, tmp_path, alone, layout):
+    summary = run_ranks(
         command="sft",
         task=task,
         root=tmp_path,
         trial=layout,
         overrides=[*SETTINGS, f"allocation_mode=archon:{layout}"],
     )
-    found = load_file(Path(summary["model"]) / "model.safetensors")
+    found = load_file(summary.model / "model.safetensors")
     assert float(found[BIAS].abs().max()) > 0.05
     assert torch.equal(found[BIAS], alone[BIAS]), "the same tokens went to the same experts"
     for name, tensor in alone.items():

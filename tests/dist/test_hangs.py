@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from run_cases import settings_of
@@ -15,6 +16,7 @@ from pentad.telemetry.steps import read_lines
 
 pytestmark = pytest.mark.dist
 
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 LIMIT_S = 6.0
 SLACK_S = 120.0
 """Of a busy machine; without an end the runs below hang for ever."""
@@ -28,11 +30,11 @@ def task(tmp_path_factory):
     return folder
 
 
-def start(task, root, command, trial):
+def start(task, root, command, trial, launcher=()):
     layout = "archon:d2" if command == "sft" else "embedded:d1|archon:d2"
     endless = ("total_train_epochs=100000", "recover.retries=0")
     more = (*endless, f"stall_abort_s={LIMIT_S}", f"allocation_mode={layout}")
-    return Program([command, *settings_of(task, root, command, trial, *more)])
+    return Program([command, *settings_of(task, root, command, trial, *more)], launcher)
 
 
 def check_end(program, root, trial, rank, before):
@@ -81,3 +83,27 @@ def test_one_sigterm_ends_a_run_that_hangs(task, tmp_path):
         program.process.send_signal(signal.SIGTERM)
         code, text = program.wait(LIMIT_S + SLACK_S)
     assert code == 1 and "rank 1 of 2, step " in text and "(it is stopped)" in text
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("started_cold")  # torchrun's ranks are its children
+def test_under_torchrun_too_a_rank_that_is_stopped_ends_the_run(task, tmp_path):
+    records = records_of(tmp_path, "launched")
+    with start(task, tmp_path, "sft", "launched", TORCHRUN) as program:
+        wait_for_steps(program, records, 1)
+        lead = int(re.search(r"^process (\d+) ", (records / "run.lock").read_text())[1])
+        children = Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children")
+        (rank,) = {int(pid) for pid in children.read_text().split()} - {lead}
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + LIMIT_S + SLACK_S
+            while not (records / "exit.json").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        finally:
+            os.kill(rank, signal.SIGCONT)  # torchrun would wait 30 s before it kills it
+        code, text = program.wait(SLACK_S)
+    assert code == 1 and re.search(r"rank 1 of 2, step \d+: does not run, .* s ago", text), text
+    log = (records / "ranks" / "rank-1.log").read_text()
+    assert "initialized the engine" in log, "the messages of a rank with torchrun's output"
+    assert "most recent call first" in (records / "ranks" / "rank-0.log").read_text()

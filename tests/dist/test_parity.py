@@ -268,13 +268,14 @@ LORA = [
     ("deepseek_v3", Layout(dp_shard=2, tp=2), {"alpha": 4.0}),  # of latents, which tp does not cut
     ("mixtral", Layout(tp=2, ep=2), {"experts": "each"}),
     # Heads and widths that differ by layer, values that are keys, a dense ffn beside experts.
+    ("gemma4_text", Layout(tp=2), {"targets": [*"qkvo", "gate", "up", "down"]}),
     ("gemma4_text", Layout(dp_shard=2, tp=4), {"targets": [*"qkvo", "gate", "up", "down"]}),
     (SHARED_KEYS, Layout(cp=2, tp=2), {}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "keys"), table(LORA, [*LORA[1:4], *LORA[5:7]]), ids=str
+    ("model", "layout", "keys"), table(LORA, [*LORA[1:4], *LORA[5:7], LORA[8]]), ids=str
 )
 def test_factors_of_adapters(pool, model, layout, keys):
     check(pool, model, layout, lora=LoraConfig(rank=4, **keys))

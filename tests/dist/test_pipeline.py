@@ -117,8 +117,7 @@ MORE_AXES = [
     ("moe5", Layout(pp=2, tp=2, etp=2), "1F1B"),
     ("moe5", Layout(pp=2, tp=2, etp=2), "Interleaved1F1B"),
     ("moe5", Layout(pp=2, tp=2, etp=2), "InterleavedZeroBubble"),
-    ("moe5", Layout(pp=2, cp=2, ep=2), "1F1B"),
-    ("moe5", Layout(pp=2, cp=2, ep=2), "ZBVZeroBubble"),
+    *(("moe5", Layout(pp=2, cp=2, ep=2), schedule) for schedule in SCHEDULES),
     ("tied5", Layout(pp=2, dp_shard=2, tp=2), "Interleaved1F1B"),
     ("tied5", Layout(pp=2, cp=2, tp=2), "ZBVZeroBubble"),
     ("tied5", Layout(pp=2, dp_shard=2, cp=2), "InterleavedZeroBubble"),
@@ -132,7 +131,9 @@ MORE_AXES = [
 ]
 MORE_AXES_REST = [
     ("moe5", Layout(pp=2, dp_replicate=2, tp=2, ep=2), "1F1B"),
-    ("moe5", Layout(pp=2, cp=2, ep=2), "ZBVZeroBubble"),
+    ("moe5", Layout(pp=2, cp=2, tp=2, ep=4), "Interleaved1F1B"),
+    ("moe5", Layout(pp=2, dp_shard=2, cp=2, ep=2), "InterleavedZeroBubble"),
+    ("tied5", Layout(pp=2, cp=2, tp=2), "ZBVZeroBubble"),
     ("tied5", Layout(pp=2, tp=2), "1F1B"),
     ("tied5", Layout(pp=2, cp=2), "1F1B"),
     ("moe5", Layout(pp=2, dp_shard=2, ep=2), "Interleaved1F1B"),

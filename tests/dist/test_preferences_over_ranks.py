@@ -1,11 +1,10 @@
 """Preference runs over ranks: losses, margins and weights of one process."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from run_cases import config_of
+from run_cases import config_of, run_ranks
 from safetensors.torch import load_file
 
 from pentad.data.toy import write_model
@@ -55,20 +54,15 @@ CASES += [("reward-model", one) for one in ("t2", "p2")]
 
 
 @pytest.mark.parametrize("command, layout", CASES)
-def test_the_pairs_of_a_step_are_compared_across_ranks(
-    pool, task, tmp_path, alone, command, layout
-):
-    summary = pool.run(
-        2,
-        "run_cases",
-        "run_here",
+def test_the_pairs_of_a_step_are_compared_across_ranks(task, tmp_path, alone, command, layout):
+    summary = run_ranks(
         command=command,
         task=task,
         root=tmp_path,
         trial=layout,
         overrides=[*SETTINGS, f"allocation_mode=archon:{layout}"],
     )
-    records, model = Path(summary["records"]), Path(summary["model"])
+    records, model = summary.records, summary.model
     steps, weights = found(records / "steps.jsonl", model / "model.safetensors")
     expected_steps, expected_weights = alone[command]
     torch.testing.assert_close(steps, expected_steps, rtol=1e-4, atol=1e-5)

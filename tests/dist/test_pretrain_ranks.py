@@ -10,7 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from run_cases import config_of, data_seen, settings_of
+from run_cases import (
+    BitFlipped,
+    Poisoned,
+    RowsNoted,
+    config_of,
+    data_seen,
+    noted_by,
+    run_ranks,
+    settings_of,
+)
 
 from pentad.data.toy import write_byte_model
 from pentad.telemetry.steps import read_lines
@@ -47,21 +56,19 @@ def alone(task, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", ["d2", "d2e2"])
-def test_ranks_see_the_samples_of_one_process_in_its_order(pool, task, tmp_path, alone, layout):
+def test_ranks_see_the_samples_of_one_process_in_its_order(task, tmp_path, alone, layout):
     records, seen = alone
     words = [*SETTINGS, f"allocation_mode=archon:{layout}"]
-    summary = pool.run(
-        2,
-        "run_cases",
-        "run_noting_rows",
+    summary = run_ranks(
+        service=RowsNoted,
         command="pretrain",
         task=task,
         root=tmp_path,
         trial=layout,
         overrides=words,
     )
-    assert summary["seen"] == seen and len(seen) == 3, "every rank, every step, every token"
-    mine, theirs = (read_lines(Path(p) / "steps.jsonl") for p in (summary["records"], records))
+    assert noted_by(summary.records, 2) == [seen] * 2 and len(seen) == 3, "every step and token"
+    mine, theirs = (read_lines(place / "steps.jsonl") for place in (summary.records, records))
     for one, other in zip(mine, theirs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=CLOSE)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * CLOSE)
@@ -120,36 +127,33 @@ def test_the_launcher_starts_ranks_that_train_as_one_process(task, tmp_path, alo
     assert losses[0] == pytest.approx(losses[1], rel=CLOSE)
 
 
-def test_a_step_that_one_rank_cannot_make_is_made_by_none_and_all_go_back(pool, task, tmp_path):
+def test_a_step_that_one_rank_cannot_make_is_made_by_none_and_all_go_back(task, tmp_path):
     words = [*SETTINGS, "total_train_steps=6", "recover.freq_steps=2", "guards.patience_steps=2"]
-    summary = pool.run(
-        2,
-        "run_cases",
-        "run_poisoned",
+    summary = run_ranks(
+        service=Poisoned,
         command="pretrain",
         task=task,
         root=tmp_path,
         trial="poisoned",
         overrides=[*words, "saver.mode=sync", "allocation_mode=archon:d2e2"],
     )
-    assert summary["moved"] == [[True, True, True, False, False, True]] * 2
-    records = read_lines(Path(summary["records"]) / "steps.jsonl")
+    moved = [True, True, True, False, False, True]
+    assert noted_by(summary.records, 2) == [moved] * 2
+    records = read_lines(summary.records / "steps.jsonl")
     assert [one["update_skipped"] for one in records] == [False] * 3 + [True] * 2 + [False]
     assert [one["rolled_back_to"] for one in records] == [None] * 4 + [2, None]
     assert records[-1]["num_skipped"] == 2
 
 
 @pytest.mark.parametrize("layout", ["d1t2", "d2"])
-def test_a_flipped_bit_in_one_of_two_copies_is_found(pool, task, tmp_path, layout):
+def test_a_flipped_bit_in_one_of_two_copies_is_found(task, tmp_path, layout):
     copies = "actor.archon.dp_replicate=2" if layout == "d2" else "actor.archon.dp_replicate=1"
     # Not beside training: an export that is being written when ranks fail is given up.
     words = [*SETTINGS, copies, "guards.replica_check_steps=1"]
     words += ["saver.freq_steps=1", "saver.mode=sync"]
     with pytest.raises(Exception) as caught:
-        pool.run(
-            2,
-            "run_cases",
-            "run_corrupted",
+        run_ranks(
+            service=BitFlipped,
             command="pretrain",
             task=task,
             root=tmp_path,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from role_processes import role_processes
-from run_cases import config_of, run_harmed, settings_of
+from run_cases import config_of, run_harmed, run_ranks, settings_of
 
 from pentad.core.errors import RunError
 from pentad.data.toy import write_model, write_task
@@ -76,11 +76,8 @@ def check_equal(records, model, truth):
 
 
 @pytest.mark.parametrize("layout", ["p2", "d2t2"])
-def test_sft_under_a_layout_gives_the_numbers_of_one_process(pool, task, tmp_path, alone, layout):
-    summary = pool.run(
-        4 if layout == "d2t2" else 2,
-        "run_cases",
-        "run_here",
+def test_sft_under_a_layout_gives_the_numbers_of_one_process(task, tmp_path, alone, layout):
+    summary = run_ranks(
         command="sft",
         task=task,
         root=tmp_path,
@@ -88,44 +85,38 @@ def test_sft_under_a_layout_gives_the_numbers_of_one_process(pool, task, tmp_pat
         # Every step is saved beside training, the last one too: it is not written again.
         overrides=["total_train_steps=3", f"allocation_mode=archon:{layout}", "saver.freq_steps=1"],
     )
-    check_equal(Path(summary["records"]), summary["model"], alone["sft"])
-    assert len(list(Path(summary["model"]).parent.glob("epoch*"))) == 3
+    check_equal(summary.records, summary.model, alone["sft"])
+    assert len(list(summary.model.parent.glob("epoch*"))) == 3
 
 
-def test_ranks_start_from_a_megatron_folder_of_another_layout(pool, task, tmp_path, alone):
+def test_ranks_start_from_a_megatron_folder_of_another_layout(task, tmp_path, alone):
     source, folder = alone["sft"].model, tmp_path / "megatron"
     convert(Conversion(source=str(source), target=str(folder), to="legacy", tp=2))
     once = ["total_train_steps=1", "actor.init_from_scratch=false"]
     config, notes = config_of(task, tmp_path, "sft", "hf", *once, f"actor.path={source}")
     truth = run_sft(config, notes, device="cpu")
     start = f"actor.checkpoint_load_path={folder}"
-    summary = pool.run(
-        2,
-        "run_cases",
-        "run_here",
+    summary = run_ranks(
         command="sft",
         task=task,
         root=tmp_path,
         trial="p2",
         overrides=[*once, start, "allocation_mode=archon:p2"],
     )
-    check_equal(Path(summary["records"]), summary["model"], truth)
+    check_equal(summary.records, summary.model, truth)
 
 
 @pytest.mark.parametrize("more", [[], ["offload_train=true", "balance_data=false"]])
-def test_ppo_over_two_ranks_samples_and_learns_as_one_process(pool, task, tmp_path, alone, more):
+def test_ppo_over_two_ranks_samples_and_learns_as_one_process(task, tmp_path, alone, more):
     overrides = [*PPO, "allocation_mode=embedded:d1|archon:d2", *more]
-    summary = pool.run(
-        2,
-        "run_cases",
-        "run_here",
+    summary = run_ranks(
         command="train",
         task=task,
         root=tmp_path,
         trial="ppo",
         overrides=overrides,
     )
-    records, truth = Path(summary["records"]), alone["ppo"].records
+    records, truth = summary.records, alone["ppo"].records
     for name in ("ids", "reward"):
         mine, theirs = (
             [line[name] for line in read_lines(place / "samples.jsonl")]
@@ -137,23 +128,7 @@ def test_ppo_over_two_ranks_samples_and_learns_as_one_process(pool, task, tmp_pa
     ):
         assert mine["rl"]["reward_mean"] == theirs["rl"]["reward_mean"]
         assert mine["rl"]["critic_loss"] == pytest.approx(theirs["rl"]["critic_loss"], rel=CLOSE)
-    check_equal(records, summary["model"], alone["ppo"])
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("same_order", (True, 40, [0, 41])),
-        ("ask_one", [[{"a": 1}], []]),
-        ("refused", ("refused by rank 0", [["refused"], ["refused"]], False)),
-    ],
-)
-def test_a_call_reaches_all_ranks_and_a_question_one(pool, case, expected):
-    assert pool.run(2, "run_cases", "called", case=case) == expected
-
-
-def test_a_rank_that_takes_no_call_is_not_waited_for_for_ever(pool):
-    assert pool.run(2, "run_cases", "hang_soon") == (True, True)
+    check_equal(records, summary.model, alone["ppo"])
 
 
 @pytest.mark.parametrize(
@@ -261,9 +236,11 @@ def test_sigterm_ends_a_run_over_ranks_as_it_ends_one_process(task, tmp_path):
 def test_under_torchrun_every_rank_starts_alike_and_rank_0_speaks(task, tmp_path, alone):
     words = settings_of(task, tmp_path, "sft", "torchrun", "total_train_steps=3")
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    with Program(["sft", *words, "allocation_mode=archon:d2"], launcher) as program:
-        code, text = program.wait()
-    assert code == 0, text
-    assert text.count("3 steps done. Records: ") == 1
+    for said in ("making the model", "the run is finished: all its 3 steps are done"):
+        with Program(["sft", *words, "allocation_mode=archon:d2"], launcher) as program:
+            code, text = program.wait()
+        assert code == 0, text
+        assert text.count("3 steps done. Records: ") == 1 and said in text
+        assert not list(tmp_path.glob(".meeting-*"))
     (model,) = (tmp_path / "checkpoints/me/default/torchrun/default").glob("epoch*")
     check_equal(records_of(tmp_path, "torchrun"), model, alone["sft"])

@@ -1,10 +1,8 @@
 """Text towers of multimodal folders over several ranks."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from run_cases import config_of
+from run_cases import config_of, run_ranks
 from test_runs_over_ranks import check_equal
 from tower_toys import others_of, tensors_of, write_whole
 
@@ -49,13 +47,10 @@ def alone(task, tmp_path_factory):
     ],
 )
 def test_a_tower_under_a_layout_has_the_numbers_and_the_folder_of_one_process(
-    pool, task, tmp_path, alone, command, kind, layout
+    task, tmp_path, alone, command, kind, layout
 ):
     rollout = "embedded:d1|" if command == "train" else ""
-    summary = pool.run(
-        4 if layout == "d2t2" else 2,
-        "run_cases",
-        "run_here",
+    summary = run_ranks(
         command=command,
         task=task,
         root=tmp_path,
@@ -67,6 +62,6 @@ def test_a_tower_under_a_layout_has_the_numbers_and_the_folder_of_one_process(
             "saver.freq_steps=1",
         ],
     )
-    check_equal(Path(summary["records"]), summary["model"], alone[command, kind])
-    before, after = tensors_of(task / kind), tensors_of(summary["model"])
+    check_equal(summary.records, summary.model, alone[command, kind])
+    before, after = tensors_of(task / kind), tensors_of(summary.model)
     assert all(torch.equal(before[name], after[name]) for name in others_of(task / kind))

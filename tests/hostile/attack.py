@@ -19,10 +19,11 @@ from pathlib import Path
 
 import programs
 
-from pentad.rewards import confine, sandbox
+from pentad.rewards import confine
 from pentad.rewards.confine import LIBC, check
 from pentad.rewards.sandbox import JobFailed, Sandbox
 from pentad.rewards.section import RewardConfig
+from pentad.runtime import process
 
 RUN, CALL = (f"pentad.rewards.calls:{name}" for name in ("print_output", "call"))
 REFUSE = "import pentad.rewards.enclosure as e; e.LIBC = type('Refusing', (), "
@@ -153,8 +154,7 @@ async def outlive(pool: Sandbox, victim: Victim) -> dict[str, str]:
 async def main() -> None:
     kind, *rest = sys.argv[1:]
     if rest == ["refused"]:
-        refusal = "import pentad.rewards.confine as c; l = c.LIBC; " + REFUSE
-        sandbox.BOOT = sandbox.BOOT.replace("from pentad", refusal + "from pentad")
+        process.BOOT += "import pentad.rewards.confine as c; l = c.LIBC; " + REFUSE
     reward = RewardConfig(memory_mb=512, num_workers=1, allow_weaker=rest == ["refused"])
     pool = Sandbox(reward, [RUN, CALL], isolate=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -17,10 +17,11 @@ from tables import table
 
 from pentad.cli.doctor import check_isolation
 from pentad.core.errors import UserError
-from pentad.rewards import breakout, sandbox
+from pentad.rewards import breakout
 from pentad.rewards.breakout import AMOUNTS
 from pentad.rewards.sandbox import Sandbox, what_is_missing
 from pentad.rewards.section import RewardConfig
+from pentad.runtime import process as process_file
 
 HERE = Path(__file__).parent
 USERS = ["root", "ordinary"] if os.getuid() == 0 else ["ordinary"]
@@ -140,7 +141,7 @@ SPOILT = {
 
 
 def spoil(monkeypatch, code: str) -> None:
-    monkeypatch.setattr(sandbox, "BOOT", sandbox.BOOT.replace("from pentad", code + "from pentad"))
+    monkeypatch.setattr(process_file, "BOOT", process_file.BOOT + code)
 
 
 def start(**changes) -> None:

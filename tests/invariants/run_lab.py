@@ -16,11 +16,13 @@ FLOAT32 = 10 * ROUNDING
 
 
 class Lab:
-    """Runs recipes in a folder of their own."""
+    """Runs recipes in a folder of their own. Saves are not beside training unless a test says so:
+    a process that writes them is a quarter of a short run."""
 
-    def __init__(self, task: Path, fileroot: Path):
+    def __init__(self, task: Path, fileroot: Path, saver: str = "sync"):
         self.task = task
         self.fileroot = fileroot
+        self.saver = saver
         self.count = 0
 
     def train(self, *overrides: str, trial: str | None = None, fresh: bool = False):
@@ -43,6 +45,7 @@ class Lab:
             "gconfig.max_new_tokens=6",
             "reward.fn=sort_digits",
             "total_train_steps=3",
+            f"saver.mode={self.saver}",
         ]
         names = {entry.partition("=")[0] for entry in overrides}
         kept = [entry for entry in base if entry.partition("=")[0] not in names]
@@ -61,6 +64,7 @@ class Lab:
                 "actor.optimizer.lr=1e-2",
                 f"train_dataset.path={self.task / 'sft.jsonl'}",
                 "train_dataset.batch_size=8",
+                f"saver.mode={self.saver}",
                 *overrides,
             ],
             "sft",

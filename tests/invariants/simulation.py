@@ -25,6 +25,7 @@ from pentad.data.ledger import Ledger
 from pentad.data.prompts import RejectedPrompt
 from pentad.data.store import MemoryStore
 from pentad.rollout.drafts import Draft
+from pentad.rollout.executor import ended
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
 from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.rollout_pump import RolloutPump
@@ -111,7 +112,7 @@ class World:
     rollout_s: float = 1.0
     train_s: float = 1.0
     publish_s: float = 0.2
-    lease_s: float = 20.0
+    deadline_s: float = 20.0
     num_scorers: int = 0
     score_s: float = 0.5
     faults: dict[str, float] = field(default_factory=dict)
@@ -424,21 +425,20 @@ class Simulation:
             raise RejectedPrompt(gid, "bad_row", "no prompt")
         return Prompt(gid, (1, 2), {})
 
-    async def rollout(
-        self, prompt: Prompt, attempt: int, hold: Callable[[float | None], None], draft: Draft
-    ) -> Group:
+    async def rollout(self, prompt: Prompt, attempt: int, draft: Draft) -> Group:
         self.check_memory()
         begun = [version for answer in draft.answers for version in answer.versions]
+        num_left = 3
         while True:
-            hold(self.world.lease_s)
             serving = [replica for replica in self.replicas if replica.is_serving]
             if not serving:
                 await asyncio.sleep(0.5)
                 continue
             draft.note_sent()
             replica = self.draw.choice(serving)
+            working = asyncio.ensure_future(self._on(replica))
             try:
-                versions = await self._on(replica)
+                await asyncio.wait([working], timeout=self.world.deadline_s)
             except asyncio.CancelledError:
                 if draft.is_cut and self.draw.random() < 0.8:  # else the tokens are lost
                     drawn = [*begun[:1], replica.version]
@@ -447,10 +447,17 @@ class Simulation:
                     ]
                     self.num_carried += 1
                 raise
-            if versions is not None:
-                break
+            finally:
+                await ended(working)
+            if working.done() and not working.cancelled():
+                if (versions := working.result()) is not None:
+                    break
+                continue
+            num_left -= 1
+            if not num_left:
+                raise DataFailure("deadline", "it hangs")
+            draft.answers, begun = (), []
         draft.note_answered()
-        hold(None)
         self.lose_unit()
         await self.pass_time(0.1)  # rewards
         if self.happens("data_failure"):

@@ -5,7 +5,7 @@ import json
 import pytest
 from run_lab import values_of
 
-from pentad.runtime.calls import RankCalls
+from pentad.runtime.calls import DirectCalls
 
 
 @pytest.fixture
@@ -22,11 +22,12 @@ def seen(monkeypatch):
         return passing
 
     for name in ("call_all", "query"):
-        monkeypatch.setattr(RankCalls, name, by_text(getattr(RankCalls, name)))
+        monkeypatch.setattr(DirectCalls, name, by_text(getattr(DirectCalls, name)))
     return found
 
 
-OFTEN = ("saver.freq_steps=1", "recover.mode=auto", "recover.freq_steps=1", "total_train_steps=2")
+OFTEN = ("saver.freq_steps=1", "saver.mode=async", "recover.mode=auto", "recover.freq_steps=1")
+OFTEN += ("total_train_steps=2",)
 
 
 def test_rollouts_are_learned_alike_by_text_and_from_files(lab, request):

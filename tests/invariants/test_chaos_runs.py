@@ -24,9 +24,8 @@ def run(*words):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """Two runs that went on from the checkpoint before a damaged one, and the whole one."""
-    names = ["--scenario", "flipped-bit", "--scenario", "garbled-commit"]
-    done = run(*names, "--keep", "--seed", "3")
+    """A run that went on from the checkpoint before a damaged one, and the whole one."""
+    done = run("--scenario", "flipped-bit", "--keep", "--seed", "3")
     assert done.exit_code == 0, done.output
     found = re.search(r"files of the runs are in (\S+)", done.output)
     yield done.output, Path(found[1])
@@ -35,8 +34,8 @@ def broken(tmp_path_factory):
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_as_if_nothing_had_happened(broken):
     output, folder = broken
-    assert "2 of 2 hold, seed 3" in output
-    assert output.count("once monotone whole leaks tokens restarts equal") == 2
+    assert "1 of 1 hold, seed 3" in output
+    assert output.count("once monotone whole leaks tokens restarts equal") == 1
     assert list(folder.rglob("flipped-bit/recover_info/globalstep*.damaged"))
 
 

@@ -7,15 +7,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_start import warm_starts_with
 
 HIDING = Path(__file__).parents[1] / "other_system"
+PATHS = [str(HIDING), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+ELSEWHERE = {"PYTHONPATH": os.pathsep.join(filter(None, PATHS))}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_elsewhere():
+    """Processes are forked from one that has imported everything on such a system."""
+    with warm_starts_with(**ELSEWHERE):
+        yield
 
 
 def pentad(folder, *words):
-    paths = [str(HIDING), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, "-m", "pentad.cli.main", *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env={**os.environ, **ELSEWHERE},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -24,7 +33,7 @@ def pentad(folder, *words):
 
 
 @pytest.mark.slow
-def test_the_demo_runs_elsewhere(tmp_path, started_cold):
+def test_the_demo_runs_elsewhere(tmp_path):
     done = pentad(tmp_path, "demo", "--device", "cpu", "--steps", "1")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
     assert "held-out accuracy" in done.stdout
@@ -40,7 +49,7 @@ def words_for(task, *more):
 
 
 @pytest.mark.slow
-def test_a_run_over_processes_works_elsewhere(task, tmp_path, started_cold):
+def test_a_run_over_processes_works_elsewhere(task, tmp_path):
     """A rank, a sampler and the writer, each a process; weights and samples by files."""
     more = ("mode=hybrid", "scheduler.processes=separate", "recover.freq_steps=1")
     done = pentad(tmp_path, *words_for(task, *more))
@@ -58,7 +67,7 @@ class Env:
 """
 
 
-def test_what_needs_linux_is_a_sentence(task, tmp_path, started_cold):
+def test_what_needs_linux_is_a_sentence(task, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     more = ("reward.fn=own.py:length", "rollout.workflow=class:own.py:Env")
     done = pentad(tmp_path, *words_for(task, *more))

@@ -7,8 +7,9 @@ import re
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from kill_lab import start_command
@@ -16,12 +17,15 @@ from role_processes import role_processes
 from run_lab import steps_of, values_of
 from test_rl_runs import assert_same_weights
 
+from pentad.config.topology import Topology
 from pentad.core import scratch
 from pentad.core.errors import RunError
 from pentad.core.layout import parse_allocation
+from pentad.models.registry import create_model, dims_of, save_model
 from pentad.runtime import roles
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.samplers.replica import Replica, State
+from pentad.sync.lent import FILE
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 
@@ -210,6 +214,64 @@ def test_a_lost_learner_is_started_again_while_the_sampler_stays(lab, shared, mo
     assert "rank 0 of 1, step " in log and "was ended by signal 9 (SIGKILL)" in log
     assert_same_weights(whole, met)
     assert values_of(whole) == values_of(met)
+    assert not children() and not children("learner") and not list(shared.iterdir())
+
+
+@pytest.fixture(scope="module")
+def frozen(task, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frozen") / "model"
+    save_model(create_model(dims_of(task / "model"), seed=7), folder, source_folder=task / "model")
+    return folder
+
+
+def mapped_base(pid):
+    """The file of frozen weights that a process maps, and the KiB that it has copied by writing."""
+    maps = Path(f"/proc/{pid}/smaps").read_text()
+    found = re.findall(rf" (\d+) +/memfd:{FILE} .*?^Anonymous: +(\d+)", maps, re.M | re.S)
+    assert len(found) < 2
+    return found[0] if found else None
+
+
+@pytest.mark.slow
+def test_a_sampler_uses_the_learners_frozen_weights_and_either_may_die(
+    lab, frozen, shared, monkeypatch
+):
+    """The run with a copy in the sampler, in which nothing dies, gives the same numbers."""
+    given = ["mode=hybrid", "actor.init_from_scratch=false", "actor.lora.rank=4", SEPARATE]
+    given += ["total_train_steps=6", "recover.freq_steps=1", "saver.mode=sync"]
+    given += [f"actor.path={frozen}", "actor.optimizer.lr=1e-2"]
+    seen, stop, plain = {"rollout": {}, "learner": {}}, threading.Event(), Topology.shares_base
+
+    def look():
+        while not stop.wait(0.02):
+            for role, files in seen.items():
+                for pid in children(role):
+                    with suppress(OSError):
+                        files[pid] = mapped_base(pid) or files.get(pid)
+
+    looking = threading.Thread(target=look)
+    monkeypatch.setattr(Topology, "shares_base", False)
+    whole = lab.train(*given)
+    monkeypatch.setattr(Topology, "shares_base", plain)
+    looking.start()
+    try:
+        with (
+            meddling((1, 0.05, signal.SIGKILL)) as one,
+            meddling((3, 0.05, signal.SIGKILL), role="learner") as other,
+        ):
+            met = lab.train(*given, trial="met")
+    finally:
+        stop.set(), looking.join()
+    log = (met.records / "log.txt").read_text()
+    assert len(one) == len(other) == 1
+    assert "rollout-0 serves again" in log and "it is started again after step " in log
+    trained, other = (one.model / "adapter_model.safetensors" for one in (whole, met))
+    assert trained.read_bytes() == other.read_bytes() and values_of(whole) == values_of(met)
+    lent, borrowed = seen["learner"].values(), seen["rollout"].values()
+    assert len(lent) == 2 and len(borrowed) == 3, "one sampler died, one ended with its learner"
+    files = [file for file, _ in borrowed]
+    assert files[0] == files[1] != files[2] and set(files) == {file for file, _ in lent}
+    assert {changed for _, changed in borrowed} == {"0"}, "they map it, and copy nothing"
     assert not children() and not children("learner") and not list(shared.iterdir())
 
 

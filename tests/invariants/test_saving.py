@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 import torch
+from run_lab import Lab
 
 from pentad.checkpoint import writer
 from pentad.checkpoint.export_job import ExportJob
@@ -20,7 +21,7 @@ from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.runtime.calls import RankCalls
+from pentad.runtime.calls import DirectCalls
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.pumps import rollout_pump
@@ -28,6 +29,12 @@ from pentad.trainer.saving import periodic, saver
 from pentad.trainer.saving.periodic import Frequency
 from pentad.weights.hf import HfFolder
 from pentad.weights.regions import full_box
+
+
+@pytest.fixture
+def lab(task, tmp_path):
+    """Saves as a run does by default: beside training."""
+    return Lab(task, tmp_path, saver="auto")
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +376,7 @@ def test_what_was_trained_before_any_exception_is_exported(lab, monkeypatch):
 def test_nothing_is_tried_where_a_rank_is_gone_and_one_sentence_says_so(
     lab, monkeypatch, capsys, command
 ):
-    plain = RankCalls.call_all
+    plain = DirectCalls.call_all
 
     def call(self, method, **arguments):
         if (method, arguments) in (("begin", {"batch": 2}), ("step", {"step": 2})):
@@ -377,7 +384,7 @@ def test_nothing_is_tried_where_a_rank_is_gone_and_one_sentence_says_so(
             raise RuntimeError("Connection closed by peer")
         return plain(self, method, **arguments)
 
-    monkeypatch.setattr(RankCalls, "call_all", call)
+    monkeypatch.setattr(DirectCalls, "call_all", call)
     often = ("recover.freq_steps=1", "recover.retries=0", "saver.mode=sync", "trial_name=torn")
     with pytest.raises(RuntimeError, match="closed by peer"):
         getattr(lab, command)(*often)

@@ -86,7 +86,7 @@ def test_every_schedule_keeps_every_promise(caplog, first, num):
 
 def test_a_deadlock_is_seen():
     simulation = Simulation(World(faults={"hang": 1.0}), 0)
-    simulation.world.lease_s = None
+    simulation.world.deadline_s = None
     with pytest.raises(Deadlock, match="no timer is set"):
         simulation.run()
 

@@ -144,7 +144,14 @@ def test_a_critic_of_a_tower_is_exported_as_a_language_model(lab, wholes, tmp_pa
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["allocation_mode=sglang:d1+archon:d1"], "weights of a server are verified by name"),
+        (
+            ["allocation_mode=sglang:d1+archon:d1", "rollout.server.addresses=[http://a:1]"],
+            "rollout.server.addresses = .* only started servers serve",
+        ),
+        (
+            ["allocation_mode=sglang:d1+archon:d1", "actor.lora={rank: 2}"],
+            "actor.lora: .* sglang would start without the frozen weights",
+        ),
         (["allocation_mode=embedded:d1|fsdp:d1"], "fsdp builds only language models"),
         (["allocation_mode=embedded:d1|megatron:d1"], "other towers beside its text"),
         (["algorithm.name=ppo", "critic.lora.rank=2"], "critic.lora: .* is a multimodal folder"),

@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 
 import pytest
+from tables import table
 from typer.testing import CliRunner
 
 from pentad.checkpoint.fetch import (
@@ -55,10 +56,17 @@ def alter(how: str, data: bytes, older: bytes, other: bytes) -> bytes | None:
     }[how]
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    "how", ["bit flip", "truncation", "appended", "zeroed", "missing", "swapped", "stale"]
-)
+HOW = ["bit flip", "truncation", "appended", "zeroed", "missing", "swapped", "stale"]
+DAMAGES = [(how, name) for how in HOW for name in FILES]
+DAMAGES_REST = [
+    (how, name)
+    for how, name in DAMAGES
+    if how not in ("bit flip", "missing") and (HOW.index(how) + [*FILES].index(name)) % 2
+]
+"""The same checks find these in a local folder (tests/unit/checkpoint/test_corruption.py)."""
+
+
+@pytest.mark.parametrize(("how", "name"), table(DAMAGES, DAMAGES_REST))
 def test_every_damage_is_found_and_the_one_before_is_used(
     remote, make_checkpoint, client, tmp_path, uploaded, how, name
 ):

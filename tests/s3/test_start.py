@@ -8,7 +8,7 @@ from server import free_ports
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.trainer import preflight
-from pentad.trainer.preflight import remote_problems
+from pentad.trainer.preflight import the_remote_store_answers
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def found(server, bucket):
     def ask(uri: str = f"s3://{bucket}/team", url: str = server.url) -> list[str]:
         overrides = [f"checkpoint.remote_uri={uri}", f"checkpoint.endpoint_url={url}"]
         config, _ = resolve(load_config(None, overrides))
-        return [str(problem) for problem in remote_problems(config)]
+        return [str(problem) for problem in the_remote_store_answers(config)]
 
     return ask
 

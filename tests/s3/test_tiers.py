@@ -28,7 +28,7 @@ from pentad.checkpoint.upload import upload
 from pentad.config.load import load_config
 from pentad.config.resolve import resolve
 from pentad.runtime.restarts import in_generation
-from pentad.trainer.preflight import remote_problems
+from pentad.trainer.preflight import the_remote_store_answers
 
 PATIENCE_S = 240.0
 SOON_S = 60.0
@@ -141,9 +141,9 @@ def test_a_run_that_goes_on_by_itself_does_not_need_the_store(
         f"checkpoint.endpoint_url={away.endpoint_url}",
     ]
     config, _ = resolve(load_config(None, overrides))
-    assert len(remote_problems(config)) == 1
+    assert len(the_remote_store_answers(config)) == 1
     with in_generation(1):
-        assert remote_problems(config) == []
+        assert the_remote_store_answers(config) == []
 
 
 def test_a_store_that_is_away_is_asked_for_where_it_is_needed(

@@ -30,7 +30,7 @@ TURN_ON = {
     "kl_coef": "give it, for instance 0.001",
     "correction": "set it to tis or mis",
     "overlong_penalty": "give it, for instance 1.0",
-    "rejection": "set it to token, sequence or geometric",
+    "rejection": "set it to token, sequence, geometric or binary_kl",
 }
 
 
@@ -39,7 +39,7 @@ def a_refreshed_reference_is_used(config: Config) -> Problem | None:
     if config.ref_update_interval is None or config.algorithm.kl_coef:
         return None
     where = f"ref_update_interval = {config.ref_update_interval}"
-    coef = show(config.algorithm.kl_coef)
+    coef = show(config.algorithm.given.get("kl_coef"))
     rule = f"the reference model is not used with algorithm.kl_coef = {coef}"
     return Problem(where, rule, "leave it out, or give a coefficient")
 
@@ -47,9 +47,9 @@ def a_refreshed_reference_is_used(config: Config) -> Problem | None:
 @RULES.add()
 def details_belong_to_something(config: Config) -> Iterator[Problem]:
     """Reports settings of a feature that is not switched on. An explicit "off" is accepted."""
-    settings, given = config.algorithm.settings, config.algorithm.given
+    algorithm, given = config.algorithm, config.algorithm.given
     for switch, details in SWITCHES.items():
-        if getattr(settings, switch) not in (0, "none") or switch in given:
+        if getattr(algorithm, switch) not in (0, "none") or switch in given:
             continue
         for name in [name for name in details if name in given]:
             rule = f"has no effect while algorithm.{switch} is not set"
@@ -57,11 +57,21 @@ def details_belong_to_something(config: Config) -> Iterator[Problem]:
 
 
 @RULES.add()
+def a_rejection_has_its_own_bounds(config: Config) -> Iterator[Problem]:
+    level, given = config.algorithm.rejection, config.algorithm.given
+    others = ("rejection_cap", "rejection_floor") if level == "binary_kl" else ("rejection_kl",)
+    for name in [name for name in others if name in given and level != "none"]:
+        where = f"algorithm.{name} = {show(given[name])}"
+        rule = f"algorithm.rejection = {level} does not read it"
+        yield Problem(where, rule, "leave it out, or choose another rejection")
+
+
+@RULES.add(depends_on=("algorithm",))
 def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
-    settings = config.algorithm.settings
-    if not settings.decoupled or settings.correction_settings.weighs:
+    algorithm = config.algorithm
+    if not algorithm.decoupled or algorithm.correction_settings.weighs:
         return None
-    rule = f"needs the weight that algorithm.correction = {settings.correction} drops"
+    rule = f"needs the weight that algorithm.correction = {algorithm.correction} drops"
     remedy = "set algorithm.correction to tis or mis, or leave it out"
     return Problem("algorithm.decoupled = true", rule, remedy)
 
@@ -69,12 +79,12 @@ def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
 @RULES.add()
 def the_ratio_against_the_sampler_is_read(config: Config) -> Iterator[Problem]:
     """With `sampler_ratio`, requires a loss that uses the ratio, and no second weight."""
-    settings, given = config.algorithm.settings, config.algorithm.given
+    algorithm, given = config.algorithm, config.algorithm.given
     where = "algorithm.correction = sampler_ratio"
-    if settings.correction != "sampler_ratio":
+    if algorithm.correction != "sampler_ratio":
         return
-    if settings.facts.ratio_level == "none":
-        rule = f"has no effect with algorithm.name = {settings.name}: its loss has no ratio"
+    if algorithm.facts.ratio_level == "none":
+        rule = f"has no effect with algorithm.name = {algorithm.name}: its loss has no ratio"
         yield Problem(where, rule, "set it to tis or mis")
         return
     rule = f"has no effect with {where}: the clip bounds the ratio"
@@ -82,14 +92,14 @@ def the_ratio_against_the_sampler_is_read(config: Config) -> Iterator[Problem]:
         yield Problem(f"algorithm.{name} = {show(given[name])}", rule, "set that to tis or mis")
 
 
-@RULES.add()
+@RULES.add(depends_on=("algorithm",))
 def a_weighted_kl_term_is_unbiased(config: Config) -> Problem | None:
-    settings = config.algorithm.settings
-    if not settings.kl_weighted or not settings.kl_coef:
+    algorithm = config.algorithm
+    if not algorithm.kl_weighted or not algorithm.kl_coef:
         return None
-    if (settings.kl_estimator, settings.kl_in) == ("k3", "loss"):
+    if (algorithm.kl_estimator, algorithm.kl_in) == ("k3", "loss"):
         return None
-    found = f"kl_estimator = {settings.kl_estimator} and kl_in = {settings.kl_in}"
+    found = f"kl_estimator = {algorithm.kl_estimator} and kl_in = {algorithm.kl_in}"
     rule = f"only k3 in the loss is unbiased when it is weighted, and algorithm.{found}"
     return Problem("algorithm.kl_weighted = true", rule, "use k3 and loss, or leave it out")
 
@@ -104,19 +114,18 @@ def a_penalty_on_moving_needs_several_updates(config: Config) -> Problem | None:
 
 @RULES.add()
 def covariances_have_a_range(config: Config) -> Problem | None:
-    settings = config.algorithm.settings
-    if config.algorithm.name != "clip_cov" or settings.cov_low < settings.cov_high:
+    algorithm = config.algorithm
+    if algorithm.name != "clip_cov" or algorithm.cov_low < algorithm.cov_high:
         return None
-    where = f"algorithm.cov_low = {settings.cov_low:g}"
+    where = f"algorithm.cov_low = {algorithm.cov_low:g}"
     return Problem(
-        where, f"must be below algorithm.cov_high = {settings.cov_high:g}", "use 1 and 5"
+        where, f"must be below algorithm.cov_high = {algorithm.cov_high:g}", "use 1 and 5"
     )
 
 
 @RULES.add()
 def off_policy_data_are_corrected(config: Config) -> Problem | None:
-    algorithm = config.algorithm
-    asked = off_policy(config)
+    algorithm, asked = config.algorithm, off_policy(config)
     if not asked or algorithm.correction != "none" or algorithm.allow_uncorrected:
         return None
     rule = f"{asked} trains a policy that is not the one that sampled"
@@ -160,14 +169,14 @@ def the_overlong_buffer_fits(config: Config) -> Problem | None:
     return Problem(where, rule, "a fifth of it is usual")
 
 
-@RULES.add()
+@RULES.add(depends_on=("algorithm", "gconfig.max_sampled_tokens", "rollout"))
 def the_length_that_counts_is_bounded(config: Config) -> Problem | None:
     """Rejects a limit per turn only: lengths would be compared with the wrong limit."""
     algorithm, rollout = config.algorithm, config.rollout
     if rollout.is_single_turn or config.gconfig.max_sampled_tokens is not None:
         return None
-    penalty = algorithm.settings.overlong_penalty
-    if algorithm.settings.loss_norm != "constant" and not penalty:
+    penalty = algorithm.overlong_penalty
+    if algorithm.loss_norm != "constant" and not penalty:
         return None
     reader = "the overlong penalty" if penalty else "algorithm.loss_norm = constant"
     rule = f"{reader} of algorithm.name = {algorithm.name} measures samples against it"

@@ -15,7 +15,7 @@ from pentad.config.rules import (
     modes,
     start,
 )
-from pentad.config.rules.rule import ConfigRule, RunFacts
+from pentad.config.rules.rule import ConfigRule, RunFacts, Stage
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
 
@@ -30,13 +30,18 @@ def all_rules() -> list[ConfigRule]:
 
 
 def check(
-    config: Config, facts: RunFacts | None = None, bad: frozenset[str] = frozenset()
+    config: Config,
+    facts: RunFacts | None = None,
+    bad: frozenset[str] = frozenset(),
+    *,
+    stage: Stage | None = None,
 ) -> list[Problem | str]:
-    """The problems of all rules, except rules that read a bad key or need unknown facts."""
+    """The problems of all rules, except rules that read a bad key or need unknown facts. `stage`:
+    only of rules whose last fact became known there; others have been applied before."""
     facts = facts or RunFacts()
-    return [
-        problem for subject in SUBJECTS for problem in subject.RULES.problems(config, facts, bad)
-    ]
+    rules = [rule for rule in all_rules() if stage in (None, rule.stage)]
+    asked = [rule for rule in rules if rule.is_asked(config, facts)]
+    return [problem for rule in asked for problem in rule.problems(config, facts, bad)]
 
 
 def noted(config: Config) -> list[Problem | str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from pentad.config.rules.model import unknown_families
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
-from pentad.config.schema import Config, ModelConfig
+from pentad.config.schema import SCORERS, Config, ModelConfig
 from pentad.config.topology import Topology, facts_of, find_topology
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
@@ -31,10 +31,11 @@ from pentad.core.fit import (
     width_problems,
 )
 from pentad.core.layout import Allocation, Component, divisors
+from pentad.engine.section import EngineSettings, carrying_problems, no_graphs
 from pentad.models.catalog import known_dims
 
 RULES = Rules()
-TRAINING_ROLES = ("actor", "critic", "ref", "teacher")
+TRAINING_ROLES = ("actor", "critic", *SCORERS)
 ROLES = (*TRAINING_ROLES, "rollout")
 
 
@@ -100,7 +101,7 @@ def placed_components(
     found = []
     for role, component in parts:
         key = "critic" if role == "critic" else "actor"
-        own = getattr(config, role).path if role in ("critic", "ref", "teacher") else None
+        own = getattr(config, role).path if role in ("critic", *SCORERS) else None
         known = dims if own in (None, config.actor.path) else known_dims(own)
         found.append(Placed(config, component, known, key, getattr(config, key)))
     return found
@@ -294,6 +295,19 @@ def trees_can_be_made(part: Placed) -> Iterator[Problem]:
         yield Problem(f"{part.key}.enable_tree_training = true", why, "leave it out")
 
 
+def passes_can_be_captured(part: Placed) -> Iterator[Problem]:
+    component, role = part.component, part.component.role
+    if part.model.archon.cuda_graphs is not True or role not in ("actor", "critic"):
+        return
+    if part.dims is None:
+        return
+    is_strict = part.config.strict and role == "actor"
+    layout = component.layout(part.model.archon.dp_replicate)
+    settings = EngineSettings(model=part.model, strict=is_strict).settled("cuda", layout)
+    if why := no_graphs(settings, part.dims, layout, component.backend):
+        yield Problem(f"{part.key}.archon.cuda_graphs = true", why, "leave it out")
+
+
 def transformers_own_models(part: Placed) -> Iterator[Problem]:
     """Features that the fsdp backend lacks for models without a model file."""
     if part.component.backend != "fsdp":
@@ -305,19 +319,26 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
             rule = "the fsdp backend does not balance experts: that needs a model file"
             where = f"{part.key}.archon.{key} = {value:g}"
             yield Problem(where, rule, "leave it out, or use archon")
-    if part.dims is not None:
-        parts = {
-            "gated delta nets": part.dims.linear_layers,
-            "attention sinks": part.dims.attn_sinks,
-        }
-        for what in (what for what, has in parts.items() if has):
-            rule = f"{part.dims.family} has {what}, for which fsdp cannot pack rows"
-            yield Problem(f"{part.key}.path", rule, "use archon")
+    if part.dims is not None and part.dims.attn_sinks:
+        rule = f"{part.dims.family} has attention sinks, for which fsdp cannot pack rows"
+        yield Problem(f"{part.key}.path", rule, "use archon")
+    if part.dims is not None and part.dims.linear_layers:
+        yield from _gated_delta_nets(part, part.dims.family)
     if part.dims is not None and part.dims.num_experts and tp > 1:
         rule = f"t{tp} of fsdp would split experts, which transformers' plan does not support"
         yield Problem(part.where, rule, "use t1, or archon")
     elif part.dims is not None:
         yield from whole_kv_head_problems(tp, part.dims, part.where)
+
+
+def _gated_delta_nets(part: Placed, family: str) -> Iterator[Problem]:
+    """fsdp computes their rows one by one."""
+    if part.component.size("t") > 1 or part.component.size("c") > 1:
+        rule = f"layers of {family} carry state from token to token: fsdp splits them only by d"
+        yield Problem(part.where, rule, "leave out t and c, or use archon")
+    if part.component.role in ("actor", "critic"):
+        compiles, lora = part.model.archon.enable_compile is True, part.model.lora
+        yield from carrying_problems(family, part.key, has_lora=lora is not None, compiles=compiles)
 
 
 def microbatches_fit_rounds(part: Placed) -> Iterator[Problem]:
@@ -342,6 +363,7 @@ TRAINING: tuple[PlacedRule, ...] = (
     schedule_goes_with_the_engine,
     experts_are_balanced,
     trees_can_be_made,
+    passes_can_be_captured,
     transformers_own_models,
     microbatches_fit_rounds,
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
-from pentad.config.schema import Config
+from pentad.config.schema import SCORERS, Config
 from pentad.config.topology import scorers
 from pentad.core.errors import Problem
 from pentad.core.fit import splits_backward
@@ -16,7 +16,7 @@ from pentad.models.catalog import known_dims
 from pentad.models.families import is_known, spec_of
 from pentad.weights.lora_map import OF_FSDP, fused_words, target_problems, target_words
 
-RULES = Rules()
+RULES = Rules(lambda config: config.actor.lora or config.critic.lora)
 
 
 def adapted(config: Config) -> Iterator[tuple[str, ModelConfig, LoraConfig]]:
@@ -136,7 +136,8 @@ def frozen_models_beside_adapters(config: Config) -> Iterator[Problem]:
     if config.actor.lora is None:
         return
     apart, remedy = scorers(config), "give it its own devices (mode: async)"
-    for role, path in (("ref", config.ref.path), ("teacher", config.teacher.path)):
+    for role in SCORERS:
+        path = getattr(config, role).path
         if path is not None and path != config.actor.path and role not in apart:
             rule = f"a learner with actor.lora holds the frozen weights of {config.actor.path} only"
             yield Problem(f"{role}.path = {path}", rule, remedy)

@@ -12,12 +12,19 @@ from pentad.config.rules.model import unknown_families
 from pentad.config.rules.rule import RUNS, Rules, RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import Problem
+from pentad.core.layout import Component
 from pentad.core.machine import installed
 from pentad.engine.section import TRANSFORMER_ENGINES
 from pentad.models.catalog import known_dims
 from pentad.weights.megatron.model_args import unsayable
 
-RULES = Rules()
+
+def megatron_components(config: Config) -> list[Component]:
+    """The components that train on Megatron-Core."""
+    return [part for part in config.parsed_allocation or () if part.backend == "megatron"]
+
+
+RULES = Rules(megatron_components)
 VERSIONS = ("0.16",)
 """The supported releases of megatron-core."""
 SCHEDULES = ("1F1B", "Interleaved1F1B")
@@ -28,19 +35,14 @@ REMEDY = "leave it out, or use archon"
 
 
 def megatron_parts(config: Config, facts: RunFacts) -> list[Placed]:
-    """The components that train on Megatron-Core."""
-    allocation = config.parsed_allocation
-    if allocation is None:
-        return []
+    """The components that train on Megatron-Core, with their models."""
     dims = None if unknown_families(config, facts) else known_dims(config.actor.path)
-    parts = placed_components(config, allocation, dims)
+    parts = placed_components(config, config.allocation, dims)
     return [part for part in parts if part.component.backend == "megatron"]
 
 
 @RULES.add(commands=("train", "sft"), is_noted=True)
-def megatron_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    if not megatron_parts(config, facts):
-        return
+def megatron_is_installed(config: Config) -> Iterator[Problem]:
     where, version = f"allocation_mode = {config.allocation_mode}", installed("megatron-core")
     if version is None:
         rule = "needs the package megatron-core, which is not installed"
@@ -51,10 +53,10 @@ def megatron_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 
 @RULES.add(commands=("train", "sft"), is_noted=True)
-def transformer_engine_is_installed(config: Config, facts: RunFacts) -> Iterator[Problem]:
+def transformer_engine_is_installed(config: Config) -> Iterator[Problem]:
     """With `auto`, an absent package is no problem, and one of another version is."""
     wanted, version = config.megatron.transformer_impl, installed("transformer-engine")
-    if wanted == "local" or not megatron_parts(config, facts):
+    if wanted == "local":
         return
     where = f"megatron.transformer_impl = {wanted}"
     if version is None and wanted == "transformer_engine":
@@ -69,10 +71,10 @@ def transformer_engine_is_installed(config: Config, facts: RunFacts) -> Iterator
         yield Problem(where, rule, "install one of these, or set it to local")
 
 
-@RULES.add(commands=("train", "sft"))
+@RULES.add(commands=("train", "sft"), stage="start")
 def transformer_engine_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
     wanted = config.megatron.transformer_impl
-    if wanted == "transformer_engine" and megatron_parts(config, facts) and facts.kind == "cpu":
+    if wanted == "transformer_engine" and facts.kind == "cpu":
         where = f"megatron.transformer_impl = {wanted}"
         yield Problem(
             where, "its layers need CUDA, and this run computes on cpu", "set it to local"
@@ -84,9 +86,9 @@ def is_known(version: str, releases: tuple[str, ...] = VERSIONS) -> bool:
     return any(re.match(rf"{re.escape(known)}(?!\d)", version) for known in releases)
 
 
-@RULES.add(commands=("train", "sft"))
+@RULES.add(commands=("train", "sft"), stage="start")
 def megatron_needs_a_gpu(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    if megatron_parts(config, facts) and facts.kind == "cpu" and not os.environ.get(ON_CPU):
+    if facts.kind == "cpu" and not os.environ.get(ON_CPU):
         where = f"allocation_mode = {config.allocation_mode}"
         rule = "megatron-core computes on GPUs, and this run computes on cpu"
         remedy = "use archon; docs/megatron-training.md describes tests on a CPU"
@@ -146,9 +148,7 @@ def _keys(part: Placed) -> Iterator[tuple[str, Any, str]]:
 
 
 @RULES.add()
-def megatron_is_not_strict(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    if not megatron_parts(config, facts):
-        return
+def megatron_is_not_strict(config: Config) -> Iterator[Problem]:
     if config.strict:
         rule = "log-probs that equal the sampler's bit for bit need archon"
         yield Problem("strict = true", f"{rule}, and the layout has megatron", REMEDY)

@@ -125,7 +125,7 @@ def servers_load_16_bit_weights(config: Config, facts: RunFacts) -> Iterator[Pro
     rollout = config.part("rollout") if is_sampled else None
     if rollout is None or rollout.backend == "embedded" or config.rollout.server.addresses:
         return
-    path = config.actor.path
+    path = config.actor.path if config.rollout.weight_dtype == "auto" else None
     if path is not None and quantization(path) is not None:
         where = f"allocation_mode = {config.allocation_mode}"
         rule = f"{rollout.backend} would load the quantised weights of {path}"
@@ -139,15 +139,36 @@ def towers_are_trained_natively(config: Config, facts: RunFacts) -> Iterator[Pro
     if dims is None or not dims.tower_names:
         return
     whole = f"{config.actor.path} is a multimodal folder"
-    allocation = config.parsed_allocation
-    for part in allocation or ():
-        if part.backend in NO_TOWERS and not (part.is_inference and facts.command in ON_EXAMPLES):
+    for part in config.parsed_allocation or ():
+        if part.backend in NO_TOWERS:
             where = f"allocation_mode = {config.allocation_mode}"
-            remedy = "sample with embedded" if part.is_inference else "train it with archon"
-            yield Problem(where, f"{whole}, and {NO_TOWERS[part.backend]}", remedy)
+            yield Problem(where, f"{whole}, and {NO_TOWERS[part.backend]}", "train it with archon")
+    rollout = config.part("rollout") if facts.command not in ON_EXAMPLES else None
+    if rollout and rollout.backend != "embedded":
+        yield from _tower_on_servers(config, rollout.backend, whole)
     if config.actor.init_from_scratch:
         rule = f"{whole}, and its other towers are copied from its files"
         yield Problem("actor.init_from_scratch = true", rule, "leave it out")
+
+
+def _tower_on_servers(config: Config, backend: str, whole: str) -> Iterator[Problem]:
+    """Servers get the tower as a language model, in a folder that the run makes."""
+    own = "sample with embedded"
+    if config.rollout.server.addresses:
+        where = f"rollout.server.addresses = {list(config.rollout.server.addresses)}"
+        yield Problem(where, f"{whole}, whose text tower only started servers serve", own)
+    if config.actor.lora is not None:
+        rule = f"{whole}, and {backend} would start without the frozen weights of its text tower"
+        yield Problem("actor.lora", rule, own)
+    path = Path(config.actor.path or "")
+    try:
+        if (path / "config.json").is_file():
+            language_config_of(read_object(path / "config.json"))
+    except UserError as error:
+        where = f"allocation_mode = {config.allocation_mode}"
+        yield Problem(
+            where, f"{whole}, and {backend} serves its text tower as a language model: {error}", own
+        )
 
 
 @RULES.add(commands=RUNS)
@@ -258,19 +279,10 @@ def tags_are_alike(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 def frozen_paths(config: Config) -> dict[str, str | None]:
     """Key -> folder of the models that score samples."""
-    paths = {"ref.path": config.ref.path, "teacher.path": config.teacher.path}
-    return {f"{role}.path": paths[f"{role}.path"] for role in config.frozen_models}
+    return {f"{role}.path": getattr(config, role).path for role in config.frozen_models}
 
 
-NO_SERVER = (
-    "weights of a server are verified by name and digest, which is not supported if it has "
-    "other towers"
-)
-NO_TOWERS = {
-    "fsdp": "fsdp builds only language models of transformers",
-    "vllm": NO_SERVER,
-    "sglang": NO_SERVER,
-}
+NO_TOWERS = {"fsdp": "fsdp builds only language models of transformers"}
 """Backends without text towers, and why; Megatron-Core has a rule of its own."""
 OF_THE_ACTOR = ("max_position", "initializer_range")
 """Dimensions that may differ between actor and tag: length and initialisation."""

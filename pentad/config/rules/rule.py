@@ -28,8 +28,9 @@ FoundProblems = Problem | str | Iterable[Problem | str] | None
 C = TypeVar("C", bound=Callable[..., object])
 
 
-class UnknownFact(Exception):
-    """A rule needs a fact that is not known at this stage; a later stage checks it."""
+Stage = Literal["read", "start", "open"]
+"""When the facts of a rule are known: when the recipe is read, when the device is known (also in a
+plan), and when the samplers are open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +47,35 @@ class StartFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts besides the config. Known facts depend on the stage: the command when a recipe is read,
-    also the device in a plan, all at the start of a run."""
+    """Facts besides the config. The command is known when a recipe is read."""
 
     command: Command = "plan"
     device: DeviceKind | None = None
     start: StartFacts | None = None
+    """None in a plan."""
+    samplers: Mapping[str, Collection[str]] | None = None
+    """Capabilities of each sampler."""
 
     @property
     def kind(self) -> DeviceKind:
         """The device type of the run."""
-        if self.device is None:
-            raise UnknownFact
+        assert self.device is not None, "only rules of the stage start read it"
         return self.device
 
     @property
     def at_start(self) -> StartFacts:
-        if self.start is None:
-            raise UnknownFact
+        assert self.start is not None, "only rules of the stage start read it"
         return self.start
+
+    @property
+    def stages(self) -> frozenset[Stage]:
+        """The stages whose facts are known."""
+        facts: dict[Stage, object] = {
+            "read": self.command,
+            "start": self.device,
+            "open": self.samplers,
+        }
+        return frozenset(stage for stage, fact in facts.items() if fact is not None)
 
     @property
     def is_plan(self) -> bool:
@@ -89,10 +100,16 @@ class ConfigRule:
     """The rule is skipped if one of these keys is wrong; empty: the keys that it reads."""
     is_noted: bool
     """Whether `plan` reports its problems as notes, while a run is rejected."""
+    stage: Stage
+    """The stage at which all facts that it reads are known."""
+    has_subject: Callable[[Config], object]
+    """True if the config has what the rules of the subject are about."""
 
     def is_asked(self, config: Config, facts: RunFacts) -> bool:
-        """Whether the rule applies to the command. A plan without a sampler counts as `sft`: rules
-        for `train` only do not apply."""
+        """Whether the rule applies to the command, and its facts are known. A plan without a
+        sampler counts as `sft`: rules for `train` only do not apply."""
+        if self.stage not in facts.stages:
+            return False
         command: Command = "sft" if facts.command in ON_EXAMPLES else facts.command
         wanted = {command, "sft"} if command == "plan" and not config.has_sampler else {command}
         return wanted <= set(self.commands)
@@ -100,13 +117,10 @@ class ConfigRule:
     def problems(
         self, config: Config, facts: RunFacts, bad: frozenset[str] = frozenset()
     ) -> list[Problem | str]:
-        """The problems it finds; none if it reads a bad key or needs an unknown fact."""
+        """The problems it finds; none if it reads a bad key."""
         view, reads = recorded(config) if bad else (config, set())
         given = (view, facts)[: len(inspect.signature(self.check).parameters)]
-        try:
-            found = listed(self.check(*given))
-        except UnknownFact:
-            return []
+        found = listed(self.check(*given)) if self.has_subject(view) else []
         if reads_any(self.depends_on or reads, bad):
             return []
         return [one for one in found if str(one).partition(" = ")[0] not in bad]
@@ -116,6 +130,8 @@ class ConfigRule:
 class Rules:
     """Rules of one subject, in the order written."""
 
+    has_subject: Callable[[Config], object] = lambda config: True
+    """True if the config has the subject; else no rule is applied."""
     all: list[ConfigRule] = field(default_factory=list)
 
     def add(
@@ -124,12 +140,13 @@ class Rules:
         commands: tuple[Command, ...] = ("train", "plan"),
         depends_on: tuple[str, ...] = (),
         is_noted: bool = False,
+        stage: Stage = "read",
     ) -> Callable[[C], C]:
         """Decorates a check with the commands it applies to."""
 
         def register(check: C) -> C:
-            rule = ConfigRule(check, commands, depends_on, is_noted)  # type: ignore[arg-type]
-            self.all.append(rule)
+            given = (commands, depends_on, is_noted, stage, self.has_subject)
+            self.all.append(ConfigRule(check, *given))  # type: ignore[arg-type]
             return check
 
         return register
@@ -178,6 +195,10 @@ class _View:
             return _View(value, f"{self._path}{name}.", self._reads)
         self._reads.add(f"{self._path}{name}")
         return value
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        return self._section.model_fields_set
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return ((name, getattr(self, name)) for name in type(self._section).model_fields)

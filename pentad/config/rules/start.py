@@ -2,7 +2,7 @@
 
 The start of a run rejects all of these problems. `plan`, which also shows layouts that are not
 implemented, rejects them if it plans for this machine, else reports them as notes.
-`trainer.preflight` adds rules that need loaded components.
+`trainer.preflight` adds rules that need loaded components. The last rules apply to open samplers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem
 from pentad.core.layout import Allocation
 from pentad.core.machine import GIB, free_disk, host_memory, installed, num_cores
+from pentad.core.quantization import FP8_KEY, fp8_problems
 from pentad.core.sizes import (
     BLOCK_TOKENS,
     EIGHT_BIT_CACHES,
@@ -30,6 +31,7 @@ from pentad.core.sizes import (
     latent_cache_problems,
 )
 from pentad.models.catalog import known_dims
+from pentad.models.families import map_of
 from pentad.rewards.section import REWARD_MODEL
 
 RULES = Rules()
@@ -95,7 +97,7 @@ def scorers_have_devices(config: Config, facts: RunFacts) -> Iterator[Problem]:
         yield Problem(where, rule, "use d1, or scheduler.processes=separate")
 
 
-@RULES.add(commands=RUNS)
+@RULES.add(commands=RUNS, stage="start")
 def the_device_compiles(config: Config, facts: RunFacts) -> Iterator[Problem]:
     models = {"actor": config.actor}
     if facts.is_rl(config) and config.algorithm.facts.needs_critic:
@@ -110,7 +112,7 @@ def the_device_compiles(config: Config, facts: RunFacts) -> Iterator[Problem]:
             yield Problem(f"{role}.archon.enable_compile = true", rule, "leave it out")
 
 
-@RULES.add(commands=RUNS)
+@RULES.add(commands=RUNS, stage="start")
 def the_device_suits_the_servers(config: Config, facts: RunFacts) -> Iterator[Problem]:
     rollout = config.part("rollout")
     is_server = rollout is not None and rollout.backend != "embedded"
@@ -129,7 +131,7 @@ def the_device_suits_the_servers(config: Config, facts: RunFacts) -> Iterator[Pr
         yield Problem(where, "there is no GPU to share", "use disk or broadcast")
 
 
-@RULES.add(commands=RUNS)
+@RULES.add(commands=RUNS, stage="start")
 def ranks_have_a_machine(config: Config, facts: RunFacts) -> list[Problem]:
     """Rejects more ranks than this machine has devices for; torchrun has checked this already."""
     if facts.is_plan:
@@ -178,7 +180,7 @@ def too_many_ranks(world: int) -> str | None:
     return f"starts {world} processes here, and {room} hold at most {most}"
 
 
-@RULES.add(commands=("train", "sft"))
+@RULES.add(commands=("train", "sft"), stage="start")
 def the_saved_model_has_room(config: Config, facts: RunFacts) -> list[Problem]:
     dims = known_dims(config.actor.path)
     saves_all = config.only != "rollout" and config.actor.lora is None  # an adapter is small
@@ -200,7 +202,7 @@ def disk_problems(config: Config, dims: ModelDims, kind: DeviceKind) -> list[Pro
     return [Problem(where, rule, "make room, or give another folder")]
 
 
-@RULES.add(commands=RUNS)
+@RULES.add(commands=RUNS, stage="start")
 def the_cache_holds_a_sample(config: Config, facts: RunFacts) -> list[Problem]:
     dims = known_dims(config.actor.path)
     if dims is None or not facts.samples(config):
@@ -256,7 +258,39 @@ def cache_format_problems(config: Config, backend: str, kind: DeviceKind) -> lis
     return []
 
 
-@RULES.add(commands=("train", "sft"), is_noted=True)
+@RULES.add(commands=RUNS, stage="start")
+def servers_hold_fp8_weights(config: Config, facts: RunFacts) -> list[Problem]:
+    dims = known_dims(config.actor.path)
+    is_asked = config.rollout.weight_dtype == "fp8" and facts.samples(config)
+    return weight_format_problems(config, dims, facts.kind) if is_asked else []
+
+
+def weight_format_problems(
+    config: Config, dims: ModelDims | None, kind: DeviceKind
+) -> list[Problem]:
+    """The sampler must be a server on a GPU that can hold this model in fp8. `dims` None: the
+    server's start checks them."""
+    rollout, auto = config.part("rollout"), "leave it at auto"
+    if not rollout:
+        return []
+    if rollout.backend == "embedded":
+        rule = "the embedded sampler computes with the weights that are trained"
+        return [Problem(FP8_KEY, rule, f"use vllm or sglang, or {auto}")]
+    if config.actor.lora is not None:
+        rule = "with actor.lora the weights come from the model folder and are never published"
+        return [Problem(FP8_KEY, rule, auto)]
+    if kind == "cpu":
+        return [Problem(FP8_KEY, f"{rollout.backend} has no such weights on a CPU", auto)]
+    if config.actor.bytes_on(kind) != 2:
+        rule = "servers compute with such weights in 16 bits, and the model computes in float32"
+        return [Problem(FP8_KEY, rule, "set actor.dtype = bfloat16")]
+    if dims is None or not dims.is_whole:
+        return []
+    shapes = {name: source.shape for name, source in map_of(dims).sources.items()}
+    return list(fp8_problems(shapes, dims, rollout.size("t")))
+
+
+@RULES.add(commands=("train", "sft"), is_noted=True, stage="start")
 def other_machines_are_reached(config: Config, facts: RunFacts) -> list[Problem]:
     """Rejects processes on other machines than the first without Ray or Slurm."""
     if not facts.is_plan and (not facts.at_start.is_torchrun or facts.at_start.has_agents):
@@ -273,7 +307,7 @@ def other_machines_are_reached(config: Config, facts: RunFacts) -> list[Problem]
     return [Problem(f"cluster.n_nodes = {config.cluster.n_nodes}", rule, remedy)]
 
 
-@RULES.add(commands=("train", "sft"))
+@RULES.add(commands=("train", "sft"), stage="start")
 def one_machine_is_enough(config: Config, facts: RunFacts) -> list[Problem]:
     """Rejects several machines without torchrun or another launcher."""
     nodes, kind = config.cluster.n_nodes, config.scheduler.type
@@ -287,7 +321,7 @@ def one_machine_is_enough(config: Config, facts: RunFacts) -> list[Problem]:
     return [Problem(where, rule, remedy)]
 
 
-@RULES.add(commands=("train",))
+@RULES.add(commands=("train",), stage="start")
 def a_reward_model_has_a_device(config: Config, facts: RunFacts) -> Iterator[Problem]:
     """Requires a device for reward models if other processes use GPUs: auto then finds none."""
     for block, reward in rewards_of(config).items():
@@ -296,3 +330,17 @@ def a_reward_model_has_a_device(config: Config, facts: RunFacts) -> Iterator[Pro
             rule = "this run has processes on its GPUs, and none of them holds the reward model"
             remedy = "give cuda:N, a GPU with room for it, or cpu"
             yield Problem(f"{block}.model.device = auto", rule, remedy)
+
+
+@RULES.add(commands=("train",), stage="open")
+def samplers_can_do_what_the_run_needs(config: Config, facts: RunFacts) -> Iterator[Problem]:
+    stop = list(config.gconfig.stop)
+    for name, capabilities in (facts.samplers or {}).items():
+        needs = {
+            "pause": (True, f"rollout = {name}", "weights could not be replaced safely"),
+            "sleep": (config.offload_rollout, "offload_rollout = true", "leave it out"),
+            "stop_strings": (stop, f"gconfig.stop = {stop}", "use stop_token_ids"),
+        }
+        for need, (is_needed, where, remedy) in needs.items():
+            if is_needed and need not in capabilities:
+                yield Problem(where, f"{name} cannot {need.replace('_', ' ')}", remedy)

@@ -71,7 +71,8 @@ def given(config: Config, key: str) -> Iterator[tuple[str, Any]]:
         value = getattr(value, name)
     if isinstance(value, Section):
         for name in type(value).model_fields:
-            yield from given(config, f"{key}.{name}")
+            if name in value.model_fields_set:
+                yield from given(config, f"{key}.{name}")
     elif value != default:
         yield key, value
 

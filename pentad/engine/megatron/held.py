@@ -6,11 +6,10 @@ A weight is a block of a whole tensor of `models.megatron_names`, or this rank's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
@@ -36,7 +35,6 @@ from pentad.engine.passes import Passes, WholePasses
 from pentad.engine.pipelined import PipelinedPasses
 from pentad.engine.predictor import Predicted, Predictor, present_cut, vocab_shard
 from pentad.engine.section import EngineSettings
-from pentad.models.hf_weights import hf_metadata
 from pentad.models.megatron_names import (
     HEAD,
     PLAN,
@@ -50,11 +48,8 @@ from pentad.models.moe import Routes
 from pentad.parallel.cuts import Cut, storage_dim
 from pentad.parallel.mesh import ALONE, Axis, Meshes
 from pentad.parallel.pipeline import PartCompute, Pipeline, TiedHead, plan_pipeline
-from pentad.weights.blocks import plan_blocks
 from pentad.weights.cuts import cut_entry, split_dims
 from pentad.weights.map import Entry, WeightMap
-from pentad.weights.regions import slices
-from pentad.weights.transfer import Shard as WeightShard
 
 
 class MegatronModel(HeldModel):
@@ -201,29 +196,6 @@ class MegatronModel(HeldModel):
         return [
             tensor for weight in self.shared.values() for tensor in (weight.used, weight.gradient)
         ]
-
-    def iter_hf(
-        self, dtype: torch.dtype, *, is_frozen: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole tensors, joined from the blocks of the ranks."""
-        weight_map, device = self.whole.weight_map, self.meshes.device
-        infos = hf_metadata(self.whole, dtype)
-        shards = {
-            name: WeightShard(x.detach(), self.cuts[name].stored)
-            for name, x in self.memory().items()
-        }
-        group = self.meshes.world.group
-        blocks: dict[str, list[int]] = {}
-        planned = plan_blocks(shards, weight_map, infos, group)
-        for number, block in enumerate(planned):
-            blocks.setdefault(block.name, []).append(number)
-        for name, info in infos.items():
-            whole = torch.zeros(info.shape, dtype=info.dtype, device=device)
-            for number in blocks.get(name, []):
-                planned[number].copy_to(whole[slices(planned[number].box)], shards)
-            if group is not None:
-                dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)  # others add zeros
-            yield name, whole
 
 
 def names_of(gpt: GPTModel, weight_map: WeightMap, first_expert: int) -> dict[str, Tensor]:

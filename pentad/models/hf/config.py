@@ -16,6 +16,8 @@ from pentad.models.families import ConfigLike, read_config
 
 PACKABLE = {"full_attention", "sliding_attention"}
 """`layer_types` in which tokens interact only in attention."""
+CARRYING = {"conv", "hybrid", "linear_attention"}
+"""`layer_types` that carry state or convolve from token to token: rows are computed one by one."""
 SHIFTING = {"dynamic", "longrope"}
 """Kinds of rotary embeddings that depend on the length of rows."""
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -81,13 +83,18 @@ def _faults(config: PretrainedConfig) -> list[str]:
         measure(config)
     except AttributeError as error:
         faults.append(f"it is not an attention decoder: its config has no {error.name}")
-    mixing = sorted(set(fields.get("layer_types") or ()) - PACKABLE)
+    mixing = sorted(set(fields.get("layer_types") or ()) - PACKABLE - CARRYING)
     if mixing:
         faults.append(
             f"its layers of kind {', '.join(mixing)} mix tokens outside of causal attention, "
             "so rows cannot be packed"
         )
     return faults
+
+
+def carries_state(config: PretrainedConfig) -> bool:
+    """Whether tokens interact outside of attention, so that rows cannot be packed."""
+    return bool(CARRYING & set(config.to_dict().get("layer_types") or ()))
 
 
 def dims_of_hf(source: ConfigLike) -> ModelDims:

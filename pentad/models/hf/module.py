@@ -33,7 +33,7 @@ from pentad.core.seeds import derive_seed
 from pentad.core.types import Attend
 from pentad.engine.section import LoraConfig
 from pentad.models.hf.attention import CORE, NAME, PROBE, WINDOW, NoCoreError
-from pentad.models.hf.config import measure
+from pentad.models.hf.config import carries_state, measure
 from pentad.models.hf.factors import factors_beside, linear_layers, words_of
 from pentad.models.language_model import LanguageModel, bent
 from pentad.models.moe import Routes
@@ -44,17 +44,20 @@ from pentad.weights.regions import DimRun, Region, Shape, whole_region
 def build_hf_model(
     config: PretrainedConfig, *, dtype: torch.dtype, value_head: bool = False
 ) -> HfModel:
-    """Builds the model on the meta device. A value head replaces the lm head."""
+    """Builds the model on the meta device. A value head replaces the lm head. A model whose layers
+    carry state computes rows one by one, with transformers' attention."""
     where = f"config.json: model_type = {config.model_type}"
     # In 16 bits: products of experts are written for them, and they show which weights stay wide.
     probe = _build_causal(copy.deepcopy(config), PROBE, torch.bfloat16, where)
     wide = wide_names(probe)
-    causal = _build_causal(config, NAME, dtype, where)
+    is_alone = carries_state(config) or probe._is_stateful
+    own = "sdpa" if probe._supports_sdpa else "eager"
+    causal = _build_causal(config, own if is_alone else NAME, dtype, where)
     for model in (probe, causal):
         for name, tensor in model.state_dict(keep_vars=True).items():
             if name in wide:
                 tensor.data = tensor.data.to(torch.float32)
-    shapes = check_packable(causal, probe, where)
+    shapes = () if is_alone else check_packable(causal, probe, where)
     return HfModel(causal, where, shapes, wide, value_head=value_head)
 
 
@@ -101,9 +104,12 @@ class HfModel(LanguageModel):
         *,
         value_head: bool,
     ) -> None:
-        head_dim = max(width for _, width in cache_shapes)
-        super().__init__(replace(measure(causal.config), head_dim=head_dim))
+        dims = measure(causal.config)
+        if cache_shapes:
+            dims = replace(dims, head_dim=max(width for _, width in cache_shapes))
+        super().__init__(dims)
         self.cache_shapes = cache_shapes
+        self.packs_rows = bool(cache_shapes)
         self.hf_map = build_hf_map(causal, self.dims, where, wide)
         self.tp_plan: Mapping[str, str] = dict(causal.tp_plan or {})
         """Module (* for numbers) -> transformers' tensor-parallel style; includes the head."""
@@ -173,11 +179,13 @@ class HfModel(LanguageModel):
     def forward(
         self, ids_T: Tensor, positions_T: Tensor, attend: Attend, routes: Routes | None = None
     ) -> Tensor:
+        """If rows are not packed, the tokens are one row and padding after it, which the causal
+        layers of the row do not see."""
         assert not routes, "only models with a model file support routes"
-        inputs: dict[str, Any] = {CORE: attend}
-        output = self.body(
-            input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, **inputs
-        )
+        inputs: dict[str, Any] = {"use_cache": False}
+        if self.packs_rows:
+            inputs |= {CORE: attend, "position_ids": positions_T[None]}
+        output = self.body(input_ids=ids_T[None], **inputs)
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD
 
@@ -262,8 +270,8 @@ def check_packable(
     core, and sets the window of each attention. Returns heads and width of each call's keys."""
     rules = []
     convolutions = [m for m in causal.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-    if causal._is_stateful or convolutions:
-        rule = "its layers carry state or convolve from token to token, so rows cannot be packed"
+    if convolutions:
+        rule = "its layers convolve from token to token, so rows cannot be packed"
         raise UserError(Problem(where, rule, "use a plain attention decoder"))
     note = _Note()
     vars(probe.config)["pad_token_id"] = None  # some classes search it in the ids

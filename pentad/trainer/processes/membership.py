@@ -46,13 +46,15 @@ class Membership:
     slots: Slots
     why_unavailable: Callable[[int], str | None] = lambda slot: None
     """Returns why the runtime cannot place a process in a slot."""
+    is_launched: bool = False
+    """Whether the launcher of the ranks decides which slots are used."""
     current: RankGeneration | None = None
     missed_at: dict[int, float] = field(default_factory=dict)
     """Time at which each missing slot was first missed."""
 
     @property
     def is_on(self) -> bool:
-        return self.config.elastic.enabled
+        return self.config.elastic.enabled and not self.is_launched
 
     @property
     def count(self) -> int:

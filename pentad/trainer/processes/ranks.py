@@ -1,7 +1,7 @@
 """Starts a run on its ranks: this process alone, processes that it starts, or torchrun's ranks.
 
-Every rank has a service (`trainer.rank.service`). The scheduler calls the services of all ranks:
-from a separate process (`runtime.group_calls`), or under torchrun from rank 0 (`runtime.calls`).
+Every rank has a service (`trainer.rank.service`), which the scheduler calls: over a connection
+(`runtime.group_calls`), or directly if the only rank is its own process (`runtime.calls`).
 """
 
 from __future__ import annotations
@@ -11,27 +11,32 @@ import signal
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 from types import FrameType
-
-import torch
 
 from pentad.config.rules.elastic import fit_world
 from pentad.config.schema import Config
+from pentad.config.topology import facts_of
 from pentad.core.device import reset_gpus
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.core.group_values import gather_values
-from pentad.core.seeds import seed_globals
 from pentad.planner.hub import pins_of
-from pentad.runtime.calls import RankCalls, serve
 from pentad.runtime.helper import Channel, Died, Helper
+from pentad.runtime.launched import LaunchedRuntime, Meeting, shares_store
 from pentad.runtime.rank import Rank, is_one_machine, rank_from_environment
-from pentad.runtime.rank_host import JOIN_S, device_of, join_group, leave_group, shares_store
+from pentad.runtime.rank_host import device_of
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.signals import handling_signals
 from pentad.trainer.context import RunSummary
 from pentad.trainer.processes.resources import RunResources
-from pentad.trainer.processes.supervisor import MakeService, RunJob, Supervisor, Unusable
+from pentad.trainer.processes.supervisor import (
+    MakeService,
+    RunJob,
+    Supervisor,
+    Unusable,
+    launched_spec,
+)
 from pentad.trainer.run import CheckInputs, lead
 from pentad.trainer.run_folders import describe_progress
 from pentad.trainer.stopping import too_early
@@ -91,46 +96,31 @@ def fit_torchrun(config: Config, rank: Rank) -> tuple[Config, Rank, str]:
     return fitted.config, rank, fitted.why
 
 
-def check_same_commits(config: Config) -> None:
-    """Checks that all ranks resolved Hub names to the same commits; a branch may move meanwhile."""
-    found = sorted(set(gather_values(pins_of(config))))
-    if len(found) > 1:
-        rule = f"ranks found different commits on the hub: {' and '.join(found)}"
-        raise UserError(Problem("actor.path", rule, "name one: OWNER/NAME@COMMIT"))
-
-
 def run_under_torchrun(job: RunJob, rank: Rank, *, fresh: bool) -> RunSummary:
-    """Runs one rank of a group that torchrun starts and restarts; rank 0 is also the scheduler."""
+    """Runs one process of a start by torchrun, which restarts all of them after a failure. That of
+    rank 0 is the scheduler; the others serve it and exit."""
     if rank.world == 1:
-        summary = run_rank(job, rank, job.place, fresh=fresh)
-        assert summary is not None, "rank 0 has one"
-        return summary
-    place = device_of(rank, job.device)
-    seed_globals(job.config.seed, f"learner-{rank.rank}")
-    join_group(rank, place, timeout_s=JOIN_S)
-    check_same_commits(job.config)
-    try:
-        summary = run_rank(job, rank, place, fresh=fresh)
-    except RunError as error:
-        raise RunError(f"{rank}: {error}") from error
-    leave_group()
-    if summary is None:  # only rank 0 continues
-        raise SystemExit(0)
-    return summary
-
-
-def run_rank(job: RunJob, rank: Rank, device: torch.device, *, fresh: bool) -> RunSummary | None:
-    """Runs one rank within a process group: rank 0 also runs the trainer, the others serve its
-    calls."""
-    service = job.make_service(job.config, rank, device)
+        return run_here(job, fresh=fresh)
+    device_of(rank, job.device)  # raises if its GPU is missing
+    shared = Path(job.config.fileroot).expanduser().absolute()
+    meeting, pins = Meeting(rank, shared), pins_of(job.config)
     if rank.rank > 0:
-        job.config.register_models()
-        serve(service)
-        return None
-    with RankCalls(service) as calls, RunResources() as resources:
-        supervisor = Supervisor(job, resources, policy=RestartPolicy(retries=0))
-        supervisor.checked = job.check(job.config, device)
-        return job.run(calls, job.config, job.notes, fresh, supervisor)
+        meeting.serve(launched_spec(job, rank), pins)
+        raise SystemExit(0)
+    is_spread = facts_of(job.config).is_spread or not is_one_machine()
+    launched = LaunchedRuntime(meeting, pins, is_spread=is_spread)
+    with closing(meeting), RunResources(launched) as resources:
+        return start_once(job, resources, is_remote=True).run_checked(fresh=fresh)
+
+
+def run_here(job: RunJob, *, fresh: bool) -> RunSummary:
+    """Runs a job whose learner, if any, is this process; never restarts it."""
+    with RunResources() as resources:
+        return start_once(job, resources).run_checked(fresh=fresh)
+
+
+def start_once(job: RunJob, resources: RunResources, *, is_remote: bool = False) -> Supervisor:
+    return Supervisor(job, resources, is_remote=is_remote, policy=RestartPolicy(retries=0))
 
 
 RESET_S = 15.0

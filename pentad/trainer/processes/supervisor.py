@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from traceback import clear_frames
 from typing import Any
@@ -30,7 +30,7 @@ from pentad.core.errors import Crashed, RunError, Transient, UserError
 from pentad.core.specs import load
 from pentad.runtime import rank_host
 from pentad.runtime.awake import awake_s
-from pentad.runtime.calls import RankCalls, RankService
+from pentad.runtime.calls import DirectCalls, RankService
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.local_roles import COMMAND, OF_A_RANK, LocalRuntime, environment_of
@@ -130,7 +130,12 @@ class Supervisor:
         self.is_remote = is_remote
         self.policy = policy or policy_of(job.config)
         self.folder = job.config.run_path.absolute()
-        self.members = Membership(job.config, Slots(self.folder / "slots"), self._why_unavailable)
+        self.members = Membership(
+            job.config,
+            Slots(self.folder / "slots"),
+            self._why_unavailable,
+            is_launched=resources.launched is not None,
+        )
         self.checked: Any = None
         """The result of `job.check`."""
         self.group: RankGroup | None = None
@@ -162,7 +167,8 @@ class Supervisor:
     def run_generations(self, *, fresh: bool) -> RunSummary:
         """Runs one generation after the other until the run ends."""
         job, resources = self.job, self.resources
-        if self.is_remote and self.config.scheduler.type == "ray":
+        places = self.is_remote and resources.launched is None
+        if places and self.config.scheduler.type == "ray":
             resources.runtime = open_runtime(self.config, job.place, is_remote=True)
             resources.stack.push_async_callback(resources.runtime.close)
         earlier = frozenset(threading.enumerate())
@@ -174,6 +180,8 @@ class Supervisor:
             except Exception as error:
                 self.note_lost(error)
                 release(error)
+            if resources.is_lent:
+                resources.close_samplers()
             fresh = False
             unfreeze_gc()  # the ended generation leaves reference cycles
             gc.collect()
@@ -205,12 +213,12 @@ class Supervisor:
         ):
             return self.members.form(self.policy.generation)
 
-    def start(self, generation: RankGeneration) -> RankGroup | RankCalls:
+    def start(self, generation: RankGeneration) -> RankGroup | DirectCalls:
         """Starts the learners: a process per rank, with its GPU if there are any; or a service of
         this process."""
         self.is_loaded = False
         if not self.is_remote:
-            return RankCalls(self.job.make_service(generation.config, Rank(), self.job.place))
+            return DirectCalls(self.job.make_service(generation.config, Rank(), self.job.place))
         specs = self._specs(generation)
         settings = GroupSettings(
             stall_s=self.config.stall_abort_s,
@@ -218,7 +226,8 @@ class Supervisor:
             errors=FAILURES,
             away=self.members.why_away,
         )
-        runtime = self.resources.runtime or LocalRuntime(self._standbys(specs))
+        placed = self.resources.launched or self.resources.runtime
+        runtime = placed or LocalRuntime(self._standbys(specs))
         self.group = RankGroup(runtime, specs, settings, self.job.place)
         self.facts = {
             "generation": self.policy.generation,
@@ -229,39 +238,21 @@ class Supervisor:
         return self.group
 
     def _specs(self, generation: RankGeneration) -> list[RoleSpec]:
-        config, place, folder = generation.config, self.job.place, self.folder / "ranks"
-        logs = [folder / f"rank-{rank}.log" for rank in range(len(generation.used))]
-        folder.mkdir(parents=True, exist_ok=True)
-        for log_file in () if self.policy.generation else logs:
-            log_file.write_bytes(b"")
-        values = with_absolute_paths(config).model_dump(mode="json")
-        is_on = self.config.elastic.enabled
-        return specs_of_ranks(
-            "learner",
-            serve_rank,
-            {"service": self._service, "config": values},
-            logs,
-            device=place.type,
-            devices=generation.used if place.type == "cuda" else (),
-            generation=self.policy.generation,
-            deterministic=config.actor.archon.use_deterministic_algorithms,
-            is_spread=self.resources.is_spread,
-            slots=generation.used,
-            seed=config.seed,
-            beat_s=self.config.elastic.heartbeat_interval_s if is_on else BEAT_S,
-        )
-
-    @property
-    def _service(self) -> str:
-        make = self.job.make_service
-        return f"{make.__module__}:{make.__qualname__}"
+        is_launched, number = self.resources.launched is not None, self.policy.generation
+        is_spread = is_launched or self.resources.is_spread
+        specs = specs_of_job(self.job, generation, number, is_spread=is_spread)
+        for spec in specs:
+            spec.log.parent.mkdir(parents=True, exist_ok=True)
+            if not number:
+                spec.log.write_bytes(b"")
+        return specs
 
     def _standbys(self, specs: Sequence[RoleSpec]) -> StandbyPool | None:
         """Starts as many standbys as the first group has ranks, because all ranks are replaced if
         one is lost."""
         resources, elastic = self.resources, self.config.elastic
         if resources.standbys is None and elastic.enabled and elastic.standbys:
-            modules = [rank_host.__name__, self._service.partition(":")[0], *IMPORTED_LATE]
+            modules = [rank_host.__name__, self.job.make_service.__module__, *IMPORTED_LATE]
             plain = {k: v for k, v in environment_of(specs[0]).items() if k not in OF_A_RANK}
             resources.standbys = StandbyPool(COMMAND, len(specs), modules, plain)
         return resources.standbys
@@ -371,6 +362,42 @@ class Supervisor:
             text = "elastic: ranks have returned, the group is re-formed after step %d"
             log.info(text, step + 1, extra=NOTICE)
             raise Regroup
+
+
+def specs_of_job(
+    job: RunJob, generation: RankGeneration, number: int, *, is_spread: bool
+) -> list[RoleSpec]:
+    """Returns the specs of the processes of a generation of learners, by rank. `number`: that of
+    the generation."""
+    config, elastic = generation.config, job.config.elastic
+    place, make = job.place, job.make_service
+    folder = job.config.run_path.absolute() / "ranks"
+    return specs_of_ranks(
+        "learner",
+        serve_rank,
+        {
+            "service": f"{make.__module__}:{make.__qualname__}",
+            "config": with_absolute_paths(config).model_dump(mode="json"),
+        },
+        [folder / f"rank-{rank}.log" for rank in range(len(generation.used))],
+        device=place.type,
+        devices=generation.used if place.type == "cuda" else (),
+        generation=number,
+        deterministic=config.actor.archon.use_deterministic_algorithms,
+        is_spread=is_spread,
+        slots=generation.used,
+        seed=config.seed,
+        beat_s=elastic.heartbeat_interval_s if elastic.enabled else BEAT_S,
+    )
+
+
+def launched_spec(job: RunJob, rank: Rank) -> RoleSpec:
+    """Returns the spec of a rank that torchrun started, in its process. It keeps a log beside its
+    output, which is torchrun's."""
+    generation = RankGeneration(job.config, tuple(range(rank.world)))
+    spec = specs_of_job(job, generation, 0, is_spread=True)[rank.rank]
+    payload = {**spec.payload, "local_rank": rank.local_rank, "log": str(spec.log)}
+    return replace(spec, payload=payload)
 
 
 def serve_rank(given: dict[str, Any], rank: Rank, device: torch.device) -> RankService:

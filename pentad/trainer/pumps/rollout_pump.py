@@ -13,7 +13,7 @@ from typing import Any
 from pentad.core.errors import DataFailure, InfraFailure, RunError, Transient
 from pentad.core.types import Group
 from pentad.data.prompts import Prompts, RejectedPrompt
-from pentad.rl.section import AlgorithmSettings
+from pentad.rl.section import AlgorithmConfig
 from pentad.rl.shaping import has_signal
 from pentad.rollout.drafts import Draft
 from pentad.rollout.executor import Executor, Executors
@@ -29,9 +29,6 @@ MAX_DRAWS_PER_SLOT = 50
 
 MIN_ALIKE = 4
 """Minimum number of alike failures that stop a run, for batches smaller than this."""
-
-MAX_LEASES = 3
-"""A group is dropped after this number of attempts without a result."""
 
 REJECTIONS = {"no_signal": "all rewards of such a group are equal"}
 """Explanations of the reasons why finished groups are rejected."""
@@ -162,18 +159,13 @@ class RolloutPump:
             raise RunError(f"the first {num} groups failed alike, the last ({where}): {failure}")
 
     async def _roll(self, gid: int) -> None:
-        """Samples one group; it becomes ready, or is dropped with a reason. The result of an
-        attempt whose lease expired is ignored, because another attempt has started."""
+        """Samples one group; it becomes ready, or is dropped with a reason."""
         ledger = self.state.ledger
         attempt = ledger.start(gid)
-        task = asyncio.current_task()
-        lease = Lease(partial(self._expire, gid, attempt, task))
-        draft = self._draft(gid, task)
+        draft = self._draft(gid, asyncio.current_task())
         try:
             prompt = self.stream.prompt(gid)
-            group = await self.executor.rollout(prompt, attempt, lease.hold, draft)
-            if lease.has_ended:
-                return
+            group = await self.executor.rollout(prompt, attempt, draft)
             self.num_scored += 1
             reason = self.reject(group)
             if reason is None:
@@ -182,24 +174,19 @@ class RolloutPump:
                 self.last_failures[reason] = REJECTIONS.get(reason, "")
                 ledger.drop(gid, reason)
         except asyncio.CancelledError:
-            if lease.has_ended or self.oversampling is None or not draft.is_cut:
+            if self.oversampling is None or not draft.is_cut:
                 raise
             self.oversampling.carry(prompt, attempt, draft)
         except (DataFailure, RejectedPrompt) as failure:
-            if lease.has_ended:
-                return
             log.warning("group %d dropped: %s", gid, failure)
             self.last_failures[failure.reason] = f"the last: {failure}"
             ledger.drop(gid, failure.reason)
             if isinstance(failure, DataFailure) and not failure.is_final:
                 self._stop_if_all_fail(gid, failure)
         except InfraFailure as failure:
-            if not lease.has_ended:
-                raise Transient(f"group {gid} could not be generated: {failure}") from failure
+            raise Transient(f"group {gid} could not be generated: {failure}") from failure
         finally:
-            if not lease.has_ended:
-                lease.hold(None)
-                self._leave(gid)
+            self._leave(gid)
 
     def _draft(self, gid: int, task: asyncio.Task[Any] | None) -> Draft:
         if self.oversampling is None or task is None:
@@ -213,20 +200,6 @@ class RolloutPump:
         self.state.put(group)
         self.state.ledger.commit(group.gid, attempt)
 
-    def _expire(self, gid: int, attempt: int, task: asyncio.Task[Any] | None) -> None:
-        """Plans the group again, with new seeds, after its lease expired."""
-        text = f"attempt {attempt} made no progress within its lease (workflow and sampler)"
-        log.warning("group %d: %s", gid, text)
-        if attempt + 1 < MAX_LEASES:
-            self.state.ledger.fail(gid, attempt)
-            self.state.planned.append(gid)
-        else:
-            self.last_failures["deadline"] = f"the last: {text}"
-            self.state.ledger.drop(gid, "deadline")
-        assert task is not None, "it runs in a task"
-        task.cancel()
-        self._leave(gid)
-
     def _leave(self, gid: int) -> None:
         self.running -= 1
         if self.oversampling is not None:
@@ -234,28 +207,7 @@ class RolloutPump:
         self.state.changed.notify()
 
 
-class Lease:
-    """The time within which a running group must make progress."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self.end = end
-        self.has_ended = False
-        self.timer: asyncio.TimerHandle | None = None
-
-    def hold(self, seconds: float | None) -> None:
-        """Renews the lease; None: suspends it."""
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer = None
-        if seconds is not None and not self.has_ended:
-            self.timer = asyncio.get_running_loop().call_later(seconds, self._expire)
-
-    def _expire(self) -> None:
-        self.has_ended = True
-        self.end()
-
-
-def rejection(settings: AlgorithmSettings) -> Callable[[Group], str | None]:
+def rejection(settings: AlgorithmConfig) -> Callable[[Group], str | None]:
     """Returns a function that gives the reason why a group is not trained; None: it is."""
 
     def reject(group: Group) -> str | None:

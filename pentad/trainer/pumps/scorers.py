@@ -25,7 +25,7 @@ from pentad.core.errors import GivenUp, Problem, RunError, Transient, UserError,
 from pentad.core.types import Group, Prompt
 from pentad.data.store import GroupStore, MissingGroups, open_store
 from pentad.engine.engine import Engine
-from pentad.runtime.calls import RankCalls
+from pentad.runtime.calls import DirectCalls
 from pentad.runtime.group_calls import GroupSettings, RankGroup
 from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.local_roles import LocalRuntime
@@ -102,7 +102,7 @@ def scorer_thread(
     service = ScorerService(config, Rank(), device, role)
     if store.address["kind"] == "memory":
         service.store = store
-    thread = stack.enter_context(RankCalls(service, role))
+    thread = stack.enter_context(DirectCalls(service, role))
     stack.callback(thread.close, config.stall_abort_s)
     return thread
 

@@ -40,11 +40,6 @@ class ExampleService(EngineService, ABC):
         self.num_done = 0
         """Steps that the weights contain."""
 
-    @classmethod
-    def open_part(cls, config: Config, part: str, reader: RowReader) -> Examples:
-        """Opens a part of the data; UserError with its problems."""
-        return open_examples(cls.command, config, part, reader)
-
     def build(self, num_steps: int, data: Mapping[str, Mapping[str, Any]]) -> None:
         """Builds the model. `data`: the state of each part as read by the caller. Raises UserError
         if a part differs here, for example because its file was edited before this rank
@@ -53,7 +48,7 @@ class ExampleService(EngineService, ABC):
         if not self.data:
             reader = RowReader(trained_dims(self.config, path), tokenizer_of(self.config))
             for part in parts_of(self.config):
-                self.data[part] = self.open_part(self.config, part, reader)
+                self.data[part] = open_examples(self.command, self.config, part, reader)
                 self.data[part].check_state(data[part])
         self.engines["actor"] = build_role(
             self.config,

@@ -21,13 +21,14 @@ from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.frozen import BASE, spec_of_lora
-from pentad.engine.section import EngineSettings, ModelConfig
+from pentad.engine.section import EngineSettings, ModelConfig, carrying_problems
 from pentad.models.families import dims_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
-from pentad.models.registry import build_whole, dims_to_sample, open_weights
+from pentad.models.registry import build_whole, dims_to_sample, meta_unfiled, open_weights
 from pentad.models.towers import by_adapter_names
-from pentad.rl.section import AlgorithmSettings
+from pentad.rl.section import AlgorithmConfig
+from pentad.runtime.helper import HelperPool
 from pentad.telemetry.log import NOTICE
 from pentad.trainer.rank.update import BatchUpdate
 from pentad.weights import transfer
@@ -94,7 +95,8 @@ def start_run(config: Config, roles: tuple[Role, ...]) -> None:
         pp=convertor.pipeline_model_parallel_size,
         model=FAMILY_NAMES.get(convertor.model_type or "", convertor.model_type),
     )
-    convert(conversion, processes=convertor.process_num)
+    num = convertor.process_num
+    convert(conversion, pool=HelperPool(num) if num > 1 else None)
     for role in roles:
         check_weights(config, role)
 
@@ -113,6 +115,8 @@ def check_models(config: Config) -> None:
             _meta_model(config, role)
         except UserError as error:
             problems += error.problems
+    if config.task == "train" and not problems:
+        check_sampled(config)
     if problems:
         raise UserError(dict.fromkeys(problems))
 
@@ -164,12 +168,26 @@ def _meta_model(config: Config, role: Role) -> LanguageModel:
 
     head = has_value_head(config, role)
     model = build_hf_model(read_hf_config(path), dtype=torch.float32, value_head=head)
-    component = config.component(role)
-    archon = config.critic.archon if is_critic else config.actor.archon
-    match_layout(model, component.layout(archon.dp_replicate))
-    if (lora := (config.critic if is_critic else config.actor).lora) is not None:
-        model.lora_words(lora)
+    component, keys = config.component(role), config.critic if is_critic else config.actor
+    match_layout(model, component.layout(keys.archon.dp_replicate))
+    if not model.packs_rows:
+        key, compiles = "critic" if is_critic else "actor", keys.archon.enable_compile is True
+        has_lora = keys.lora is not None
+        raise_problems(
+            carrying_problems(model.dims.family, key, has_lora=has_lora, compiles=compiles)
+        )
+    if keys.lora is not None:
+        model.lora_words(keys.lora)
     return model
+
+
+def check_sampled(config: Config) -> None:
+    """Raises UserError if the embedded sampler cannot compute a model without a model file."""
+    rollout, folder = config.part("rollout"), config.model_folder()
+    if rollout is None or rollout.backend != "embedded" or config.only == "train":
+        return
+    if not trained_dims(config, folder).is_whole:
+        meta_unfiled(folder, torch.float32)
 
 
 log = logging.getLogger(__name__)
@@ -261,7 +279,7 @@ def build_scorer(
 
 def build_update(
     config: Config,
-    algorithm: AlgorithmSettings,
+    algorithm: AlgorithmConfig,
     learner: Engine,
     critic: Engine | None,
     scored_apart: Collection[str],

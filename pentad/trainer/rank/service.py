@@ -1,7 +1,7 @@
 """The service of every rank of a learner: engines by role, their steps, weights, state and exports.
 
-The scheduler calls it through `runtime.calls`: methods take and return JSON values. Groups are read
-from the store; weights and state are passed as files or in the memory of this process.
+The scheduler calls it through a `LearnerClient`: methods take and return JSON values. Groups are
+read from the store; weights and state are passed as files or in the memory of this process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pentad.config.topology import scorers
 from pentad.core.device import freeze_gc, unfreeze_gc
 from pentad.core.errors import RunError
 from pentad.core.faults import hit
+from pentad.core.flat_rows import join_column, lengths_of
 from pentad.core.group_values import gather_values
 from pentad.core.sizes import RunSize
 from pentad.core.types import Prompt, Row
@@ -32,13 +33,15 @@ from pentad.engine.engine import Engine
 from pentad.parallel.gradients import differing_copies
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
+from pentad.rl.ragged import cut
 from pentad.runtime.rank import Rank
+from pentad.sync.lent import Loan, lend
 from pentad.sync.published import Kind
 from pentad.sync.publisher import Snapshot, take_snapshot
 from pentad.sync.shards import ShardWriter
 from pentad.telemetry.host import rss_gb
 from pentad.trainer.rank.learners import build_learner, build_update, load_tags, roles_of
-from pentad.trainer.rank.update import BatchFacts, BatchResult, on_host
+from pentad.trainer.rank.update import BatchFacts, BatchResult, on_host, places_of
 from pentad.trainer.saving.batches import TrainedTokens, read_batch, write_trained
 
 FAILURES: dict[str, type[RunError]] = {
@@ -63,6 +66,8 @@ class EngineService:
         self.shared: dict[int, torch.Tensor] = {}
         """Buffers on the GPU by version that other processes read."""
         self.weights: ShardWriter | None = None
+        self.loan: Loan | None = None
+        """The frozen weights that samplers in other processes use."""
         self.writer = Writer(config.stall_abort_s)
         self.savers: dict[str, StateSaver] = {}
         self.exporters: dict[str, Exporter | AdapterExporter] = {}
@@ -120,6 +125,18 @@ class EngineService:
         if made.kept is not None:
             self.shared[version] = made.kept
         return {"weights": asdict(made.weights), "digest": made.digest.entries}
+
+    def lend_base(self) -> dict[str, Any]:
+        """Returns handles of the frozen weights of an adapter for samplers in other processes on
+        this device (`sync.lent`). From the first call on the weights stay in place."""
+        if self.loan is None:
+            actor = self.engines["actor"]
+            tensors, base = actor.lend_base(), actor.base
+            assert tensors is not None and base is not None, "the topology shares them"
+            self.loan = lend(tensors, base.digest)
+            if self.config.offload_train:  # before the sampler measures the free memory
+                self.offload()
+        return asdict(self.loan.weights)
 
     def release(self, version: int) -> None:
         """Frees the weights of a version that is no longer read."""
@@ -268,6 +285,8 @@ class EngineService:
         self.writer.close(0.0 if is_failed else None)
         if self.weights is not None and not is_failed:
             self.weights.close()
+        if self.loan is not None:
+            self.loan.close()
         for saver in (*self.savers.values(), *self.exporters.values()):
             saver.close(is_failed=is_failed)
         unfreeze_gc()
@@ -287,7 +306,7 @@ class LearnerService(EngineService):
 
     def build(self, num_steps: int, max_row_tokens: int) -> None:
         """Builds the models; both numbers follow from the data."""
-        self.algorithm = self.config.algorithm.settings
+        self.algorithm = self.config.algorithm
         size = RunSize(num_steps, max_row_tokens)
         for role in roles_of(self.config):
             self.engines[role] = build_learner(self.config, role, size, device=self.device)
@@ -341,7 +360,7 @@ class LearnerService(EngineService):
         return BatchFacts(
             result.steps,
             result.critic_steps,
-            [row.ids.numel() for row in result.rows],
+            lengths_of(result.rows),
             self.batch_metrics() if metrics else {},
             result.rerouted_share,
             compare(samples, said, self.batch),
@@ -361,14 +380,10 @@ class LearnerService(EngineService):
         an error text, or None."""
         result = self.result
         assert result is not None, "a batch is finished first"
-        places = {
-            id(sample): (group.gid, index)
-            for group in self.update.groups
-            for index, sample in enumerate(group.samples)
-        }
+        places = places_of(self.update.groups)
         samples = [sample for sample, _ in result.scored]
         rows = result.rows[: len(samples)]
-        advantages = on_host([row.columns["advantages"] for row in rows])
+        advantages = on_host(cut(join_column(rows, "advantages"), lengths_of(rows)))
         logprobs = on_host([logprobs for _, logprobs in result.scored])
         found = zip(samples, advantages, logprobs, strict=True)
         try:

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pentad.core.flat_rows import select
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Accumulated, Group, LayerBalance, Loss, Row, Sample, StepResult, Work
 from pentad.engine.engine import Engine
 from pentad.rl.algorithms import build_policy_loss, build_value_loss, make_rows
 from pentad.rl.bounds import Signs
 from pentad.rl.metrics import Metrics
-from pentad.rl.section import AlgorithmSettings
+from pentad.rl.section import AlgorithmConfig
 
 MAX_REROUTED = 8
 """Number of samples per step with an extra forward pass, which compares their routes with the
@@ -35,7 +36,7 @@ learner's and, with an adapter, their log-probs with those of the frozen weights
 class BatchResult:
     """Data of an update for the step record."""
 
-    rows: list[Row]
+    rows: Sequence[Row]
     outputs: list[dict[str, Tensor]]
     """Per row: the policy's outputs at the time of its gradient."""
     steps: list[StepResult]
@@ -55,7 +56,7 @@ class BatchUpdate:
     def __init__(
         self,
         learner: Engine,
-        settings: AlgorithmSettings,
+        settings: AlgorithmConfig,
         *,
         critic: Engine | None = None,
         scored_apart: Collection[str] = (),
@@ -81,7 +82,8 @@ class BatchUpdate:
         self.value_loss: Loss | None = build_value_loss(settings) if critic else None
         self.streams = settings.facts.scope == "group" and num_updates == 1
         self.groups: list[Group] = []
-        self.rows: list[Row] = []
+        self.rows: list[Sequence[Row]] = []
+        """The rows of each call."""
         self.seen: list[Accumulated] = []
         self.rerouted: list[Tensor] = []
         self.scored: list[tuple[Sample, Tensor]] = []
@@ -124,7 +126,7 @@ class BatchUpdate:
                 self.learner.begin_step()
                 if self.critic is not None:
                     self.critic.begin_step()
-                self._accumulate([rows[i] for i in part], last=True)
+                self._accumulate(select(rows, part), last=True)
                 if not steps:
                     self._note([samples[i] for i in part])
                 self._end(steps, critic_steps)
@@ -136,9 +138,8 @@ class BatchUpdate:
         outputs = [output for seen in self.seen for output in seen.outputs]
         share = float(torch.cat(self.rerouted).mean()) if self.rerouted else None
         effect = self._adapter_effect()
-        return BatchResult(
-            self.rows, outputs, steps, stats, critic_steps, share, self.scored, effect
-        )
+        rows = self.rows[0] if len(self.rows) == 1 else list(itertools.chain(*self.rows))
+        return BatchResult(rows, outputs, steps, stats, critic_steps, share, self.scored, effect)
 
     def _adapter_effect(self) -> tuple[float, float] | None:
         if self.base_tag is None or not self.scored:
@@ -153,7 +154,7 @@ class BatchUpdate:
         trainer, sampler = (float(np.abs(x - base)[mask].mean()) for x in (mine, drawn))
         return trainer, sampler
 
-    def _rows_of(self, groups: Sequence[Group]) -> list[Row]:
+    def _rows_of(self, groups: Sequence[Group]) -> Sequence[Row]:
         return make_rows(
             groups,
             self.settings,
@@ -161,13 +162,13 @@ class BatchUpdate:
             compute_advantages=self.compute_advantages,
         )
 
-    def _accumulate(self, rows: list[Row], *, last: bool) -> None:
+    def _accumulate(self, rows: Sequence[Row], *, last: bool) -> None:
         self.seen.append(self.learner.accumulate(rows, self.loss, last=last))
         if self.critic is not None and self.value_loss is not None:
             # The routes belong to the policy; a critic has other routers.
             own = [replace(row, routes=None) for row in rows]
             self.critic.accumulate(own, self.value_loss, last=last)
-        self.rows += rows
+        self.rows.append(rows)
 
     def _note(self, samples: Sequence[Sample]) -> None:
         """Keeps the policy's outputs for the accumulated samples, before an optimizer step changes
@@ -248,6 +249,15 @@ def scored_rows(groups: Sequence[Group]) -> list[Row]:
 
 def samples_of(groups: Sequence[Group]) -> list[Sample]:
     return [sample for group in groups for sample in group.samples]
+
+
+def places_of(groups: Sequence[Group]) -> dict[int, tuple[int, int]]:
+    """Returns the gid and the index in its group of each sample, by the sample's `id`."""
+    return {
+        id(sample): (group.gid, index)
+        for group in groups
+        for index, sample in enumerate(group.samples)
+    }
 
 
 def rerouted(row: Row, own_TLk: Tensor) -> Tensor:

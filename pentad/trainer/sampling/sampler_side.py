@@ -20,7 +20,9 @@ from pentad.data.store import KINDS, Blobs, BlobStore, GroupStore, MemoryStore
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.runtime.learner_client import LearnerClient
 from pentad.runtime.rank import is_one_machine
+from pentad.samplers.remote import Lend
 from pentad.samplers.replica import Replica
+from pentad.sync.lent import remove_files
 from pentad.sync.publisher import Publisher, Snapshot
 from pentad.sync.weights_dir import WeightsDir, opened, snapshot_of
 from pentad.trainer.preflight import Checked, kind_of
@@ -98,7 +100,8 @@ async def _open_beside(
     building = asyncio.create_task(learner.run(build))
     try:
         if resources.samplers is None:
-            resources.samplers = await _open_samplers(run, checked, resources.sampler_stack)
+            stack = resources.sampler_stack
+            resources.samplers = await _open_samplers(run, checked, stack, building)
         else:  # kept from the previous learners; both restart from the newest checkpoint
             if resources.weights_dir is not None:
                 resources.weights_dir.drop_all()
@@ -115,20 +118,46 @@ async def _open_beside(
     return resources.samplers
 
 
-async def _open_samplers(run: Run, checked: Checked, stack: AsyncExitStack) -> dict[str, Sampler]:
+async def _open_samplers(
+    run: Run,
+    checked: Checked,
+    stack: AsyncExitStack,
+    building: asyncio.Future[None] | None = None,
+) -> dict[str, Sampler]:
+    """`building`: the learners are still being built."""
     config, learner, resources = run.config, run.learner, run.supervisor.resources
     folder = run.context.folder.file("servers/")
-    actor = learner.service.engines["actor"] if learner.service is not None else None
-    is_here = topology_on(config, learner.device).is_one_process
-    is_shared = is_here and config.component("rollout").backend == "embedded"
-    base = actor.lend_base() if actor is not None and is_shared else None
-    given = config, checked.dims, checked.tokenizer, learner.device, folder, stack, base
+    placed = topology_on(config, learner.device)
+    base = lend = None
+    if placed.shares_base and placed.is_one_process:
+        base = learner.service.engines["actor"].lend_base()
+    elif placed.shares_base:
+        lend, resources.is_lent = lender(learner, building, stack), True
+    given = config, checked.dims, checked.tokenizer, learner.device, folder, stack, base, lend
     opener = SamplerOpener(*given)
-    if learner.is_remote or config.component("actor").world > 1:
-        is_spread = resources.is_spread if learner.is_remote else facts_of(config).is_spread
-        resources.weights_dir = opener.open_weights_dir(is_spread=is_spread or not is_one_machine())
+    if learner.is_remote:
+        resources.weights_dir = opener.open_weights_dir(is_spread=resources.is_spread)
         _serve(resources.weights_dir, learner)
     return await opener.open(resources.weights_dir, resources.runtime)
+
+
+def lender(
+    learner: LearnerClient, building: asyncio.Future[None] | None, stack: AsyncExitStack
+) -> Lend:
+    """Returns a function that lends the frozen weights of these learners, once they are built. The
+    handles are kept: a sampler that is restarted during a step does not wait for its end. `stack`:
+    that of the samplers, closed after the learners have ended."""
+    kept: list[dict[str, Any]] = []
+
+    async def lend() -> dict[str, Any]:
+        if building is not None:
+            await asyncio.shield(building)
+        if not kept:
+            kept.append(await learner.call("lend_base"))
+            stack.callback(remove_files, kept[0])
+        return kept[0]
+
+    return lend
 
 
 def _serve(weights_dir: WeightsDir, learner: LearnerClient) -> None:
@@ -143,11 +172,11 @@ def _serve(weights_dir: WeightsDir, learner: LearnerClient) -> None:
 
 
 def open_group_store(run: Run, checked: Checked) -> GroupStore:
-    """Opens the store of groups; in memory only if the learner is this process alone."""
+    """Opens the store of groups; in memory only if the learner is this process."""
     config, learner, service = run.config, run.learner, run.learner.service
     is_spread = run.supervisor.resources.is_spread
     placed = topology(config, facts_of(config, kind_of(learner.device), is_spread=is_spread))
-    kind = "memory" if learner.is_alone and config.store == "auto" else placed.store
+    kind = placed.store if learner.is_remote or config.store != "auto" else "memory"
     if kind == "memory" and service is not None:
         store = service.store = MemoryStore()
         return store
@@ -157,8 +186,10 @@ def open_group_store(run: Run, checked: Checked) -> GroupStore:
     else:
         from pentad.runtime.ray_roles import joined_cluster
 
-        held = () if learner.is_remote else placed.held_gpus
-        bundles = placed.bundles(has_learners=learner.is_remote)
+        is_launched = run.supervisor.resources.launched is not None
+        places = learner.is_remote and not is_launched
+        held = () if places else placed.held_gpus
+        bundles = placed.bundles(has_learners=places)
         run.context.stack.enter_context(joined_cluster(bundles, held, **ray_options(config)))
         blobs = import_module(KINDS[kind]).make_blobs(config.num_data_storage_units)
     shared = BlobStore(blobs, checked.stream.prompt)

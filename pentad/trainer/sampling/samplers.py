@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pentad.config.rules.check import check
 from pentad.config.rules.rule import RunFacts
 from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config
@@ -43,7 +44,7 @@ from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec, Runtime
 from pentad.samplers import hosted_server, remote, server_key, sglang, vllm
 from pentad.samplers.process import ServerSettings, check_installed, server_python
-from pentad.samplers.remote import HostedSettings, RoleSampler
+from pentad.samplers.remote import HostedSettings, Lend, RoleSampler
 from pentad.samplers.replica import NewestWeights, Replica, Start
 from pentad.samplers.started_server import HeldWeights, StartedServer
 from pentad.sync.published import Kind
@@ -69,6 +70,8 @@ class SamplerOpener:
     stack: AsyncExitStack
     base: Mapping[str, Tensor] | None = None
     """The frozen weights, by native name, if a learner of this process trains an adapter."""
+    lend: Lend | None = None
+    """Lends the frozen weights of a learner in another process, if samplers are to use them."""
 
     @property
     def placed(self) -> Topology:
@@ -91,7 +94,8 @@ class SamplerOpener:
             samplers = await self._open_processes(weights_dir, runtime)
         else:
             samplers = await self._open_servers()
-        check_capabilities(config, samplers)
+        can = {name: sampler.capabilities for name, sampler in samplers.items()}
+        raise_problems(check(config, RunFacts(command="train", samplers=can), stage="open"))
         return samplers
 
     @property
@@ -149,7 +153,7 @@ class SamplerOpener:
 
         async def start(spec: RoleSpec, generation: int) -> RoleSampler:
             process = await runtime.start(replace(spec, generation=generation))
-            return await RoleSampler.open(process, weights)
+            return await RoleSampler.open(process, weights, self.lend)
 
         specs = self._embedded_specs() if self._is_embedded else self._server_specs()
         starts = {spec.name: partial(start, spec) for spec in specs}
@@ -230,7 +234,8 @@ class SamplerOpener:
             model_files=tuple(map(absolute, config.model_files)),
             deterministic=is_deterministic(config),
             num_threads=min(threads, num_cores or threads),
-            base=folder if config.actor.lora else "",
+            base=folder if config.actor.lora and self.lend is None else "",
+            is_lent=self.lend is not None,
             dequantize=config.actor.dequantize,
             unfiled="" if self.dims.is_whole else folder,
         )
@@ -360,32 +365,3 @@ def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
     except UserError as error:
         problems += error.problems
     return problems
-
-
-def check_capabilities(config: Config, samplers: Mapping[str, Sampler]) -> None:
-    """Raises UserError for features that the run needs and its samplers do not support."""
-    raise_problems(
-        problem
-        for name, sampler in samplers.items()
-        for problem in capability_problems(config, name, sampler.capabilities)
-    )
-
-
-def capability_problems(
-    config: Config, name: str, capabilities: frozenset[str]
-) -> list[Problem | str]:
-    """Returns problems for features that the run needs and a sampler does not declare."""
-    needs: dict[str, tuple[bool, str, str]] = {
-        "pause": (True, f"rollout = {name}", "weights could not be replaced safely"),
-        "sleep": (bool(config.offload_rollout), "offload_rollout = true", "leave it out"),
-        "stop_strings": (
-            bool(config.gconfig.stop),
-            f"gconfig.stop = {list(config.gconfig.stop)}",
-            "use stop_token_ids",
-        ),
-    }
-    return [
-        Problem(where, f"{name} cannot {need.replace('_', ' ')}", remedy)
-        for need, (is_needed, where, remedy) in needs.items()
-        if is_needed and need not in capabilities
-    ]

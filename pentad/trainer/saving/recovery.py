@@ -162,6 +162,16 @@ class RecoverHandler(Periodic):
             raise RunError(self._all_damaged(found))
         return None
 
+    @property
+    def tags(self) -> set[str]:
+        """The frozen weights of the actor in the restored checkpoint."""
+        return set(self.counters["actor"]["tags"]) if self.counters else set()
+
+    def data_state(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+        """Returns the state of the data in a checkpoint whose small files were read."""
+        with reading(checkpoint.root / checkpoint.info / "dataloader_info.json"):
+            return dict(self.infos["dataloader_info"][name])
+
     def _all_damaged(self, found: Mapping[str, int]) -> str:
         """Returns the error text. `found`: the damaged checkpoints, newest first."""
         place, step = next(iter(found.items()))
@@ -185,9 +195,7 @@ class RecoverHandler(Periodic):
         path = f"{info}/{GROUPS}"
         self.ready = read_file(checkpoint, path) if path in checkpoint.manifest.files else None
         check(checkpoint)
-        for role in self.roles:
-            place = self._place(role, checkpoint.step)
-            self.counters[role] = self.learner.call_all("restore_state", role=role, **place)
+        self.counters = restore_learners(self.learner, checkpoint, self.roles)
         for (file, name), part in self.parts.items():
             with reading(self.root / info / f"{file}.json"):
                 if name in self.infos[file]:
@@ -203,10 +211,7 @@ class RecoverHandler(Periodic):
             found = [one for one in found if one.step < before[-1][1]] or found
         for checkpoint in found:
             try:
-                with holding(checkpoint.root / checkpoint.info / COMMIT):
-                    for role in self.roles:
-                        place = self._place(role, checkpoint.step)
-                        self.learner.call_all("roll_back", role=role, **place)
+                restore_learners(self.learner, checkpoint, self.roles, "roll_back")
                 return checkpoint.step
             except Damaged as error:
                 aside = quarantine(checkpoint, str(error))
@@ -216,11 +221,6 @@ class RecoverHandler(Periodic):
         if found:
             raise RunError(f"no recovery checkpoint in {self.root} is intact: cannot roll back")
         return None
-
-    def _place(self, role: str, step: int) -> dict[str, Any]:
-        """Returns the folder of a learner's state."""
-        folder = state_folder(role, step)
-        return {"root": str(self.root.absolute()), "step": step, "folder": folder}
 
     def prepare(self) -> None:
         """Allocates the memory of asynchronous saves before the first is due."""
@@ -370,6 +370,23 @@ class RecoverHandler(Periodic):
             return
         if self.last_saved == self.point.step and self.is_on:
             log.info("%s", self.next_start, extra=NOTICE)
+
+
+def restore_learners(
+    learner: LearnerClient,
+    checkpoint: Checkpoint,
+    roles: Sequence[str],
+    method: str = "restore_state",
+) -> dict[str, Any]:
+    """Restores the learners of these roles; returns the answer of each, by role."""
+    root, step = str(checkpoint.root.absolute()), checkpoint.step
+    with holding(checkpoint.root / checkpoint.info / COMMIT):
+        return {
+            role: learner.call_all(
+                method, role=role, root=root, step=step, folder=state_folder(role, step)
+            )
+            for role in roles
+        }
 
 
 def begin_ending(saves: Iterable[Periodic], stop: StopFlag) -> str:

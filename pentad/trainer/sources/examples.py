@@ -12,14 +12,20 @@ from functools import partial
 
 import torch
 
-from pentad.checkpoint.folders import Checkpoint, reading
+from pentad.checkpoint.folders import Checkpoint
 from pentad.config.rules.rule import RunCommand
 from pentad.config.schema import Config
 from pentad.data.examples import Examples
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import PhaseTimer
 from pentad.trainer.context import RunSummary
-from pentad.trainer.inputs import RowReader, parts_of, tokenizer_of, vocabulary_problems
+from pentad.trainer.inputs import (
+    RowReader,
+    open_examples,
+    parts_of,
+    tokenizer_of,
+    vocabulary_problems,
+)
 from pentad.trainer.preflight import begin_checks
 from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.rank.example_service import (
@@ -84,16 +90,15 @@ class ExampleSource(BatchSource):
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises UserError if the next rows differ from those of the checkpoint."""
-        with reading(checkpoint.root / checkpoint.info / "dataloader_info.json"):
-            known = dict(self.run.recover.infos["dataloader_info"]["data"])
+        known = self.run.recover.data_state(checkpoint, "data")
         if "train_dataset" not in self.run.config.recover.allow:
             self.data.check_state(known)
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
         """Loads frozen weights for scoring that the checkpoint does not contain."""
         if self.tags:
-            saved = self.run.recover.counters.get("actor", {"tags": ()})["tags"]
-            self.run.learner.call_all("load_tags", has=sorted(saved), step=self.run.trained)
+            saved = sorted(self.run.recover.tags)
+            self.run.learner.call_all("load_tags", has=saved, step=self.run.trained)
 
     async def begin(self) -> None:
         run = self.run
@@ -149,7 +154,8 @@ def check_examples(
         if service.command != "pretrain":  # the ids of token shards are checked directly
             checks.problems += vocabulary_problems(config.model_folder(), dims, tokenizer)
         for part in parts_of(config):
-            read = partial(service.open_part, config, part, RowReader(dims, tokenizer))
+            reader = RowReader(dims, tokenizer)
+            read = partial(open_examples, service.command, config, part, reader)
             if (data := checks.attempt(read)) is not None:
                 found[part] = data
     checks.raise_all()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pentad.checkpoint.folders import Checkpoint, reading
+from pentad.checkpoint.folders import Checkpoint
 from pentad.config.rules.modes import no_groups
 from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
@@ -87,12 +87,14 @@ class KeptSource(BatchSource):
     batches: BatchKeeper
     num_groups: int = 0
     """Number of groups trained so far."""
+    num_before: int = 0
+    """Number of steps before the first kept batch."""
+    chunks_as_kept: bool = False
+    """Whether a step has as many chunks as in the run that kept it; else as configured."""
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises UserError if the groups differ from those at its start."""
-        with reading(checkpoint.root / checkpoint.info / "dataloader_info.json"):
-            known = dict(self.run.recover.infos["dataloader_info"]["groups"])
-        if known != self.kept.state():
+        if self.run.recover.data_state(checkpoint, "groups") != self.kept.state():
             where = f"groups_from = {self.run.config.groups_from}"
             rule = "has other groups than when the run began"
             raise UserError(Problem(where, rule, "restore them, or start over with --fresh"))
@@ -100,18 +102,19 @@ class KeptSource(BatchSource):
     def restored(self, checkpoint: Checkpoint | None) -> None:
         run, heads = self.run, self.kept.heads
         self.batches.forget(after=run.trained)
-        saved = run.recover.counters.get("actor", {"tags": ()})["tags"]
-        run.learner.call_all("load_tags", has=sorted(saved), step=run.trained)
+        run.learner.call_all("load_tags", has=sorted(run.recover.tags), step=run.trained)
         self.num_groups = sum(heads[n % len(heads)]["num_groups"] for n in range(run.trained))
 
     async def begin(self) -> None:
         self.run.context.started(self.run.trained, layout=str(self.run.context.layout))
 
     async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch:
-        at, folder = step % len(self.kept.steps), self.kept.folder
-        source, digest = self.kept.steps[at], self.kept.heads[at]["sha256"]
-        groups = [with_prompt(one) for one in read_batch(folder, source, digest).groups]
-        given = {"folder": str(folder), "step": source, "number": step, "digest": digest}
+        at, folder = (step - self.num_before) % len(self.kept.steps), self.kept.folder
+        source, head = self.kept.steps[at], self.kept.heads[at]
+        groups = [with_prompt(one) for one in read_batch(folder, source, head["sha256"]).groups]
+        given = {"folder": str(folder), "step": source, "number": step, "digest": head["sha256"]}
+        if self.chunks_as_kept:
+            given["num_chunks"] = head["config"]["num_iters_per_train_update"]
         with timer.phase("train"):
             facts = await self.run.learner.run(lambda: self._train(given))
         self.num_groups += len(groups)

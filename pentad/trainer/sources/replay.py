@@ -1,8 +1,8 @@
-"""Trains recorded steps of a run again, without a sampler, and compares with their records.
+"""Recorded steps as the source of a run's batches: `pentad replay` trains them again, without a
+sampler, and compares the numbers with their records.
 
 The learners start from the newest recovery checkpoint before the step, or from the run's initial
-state; then the kept batches up to the step are trained by the same calls as in the run. Nothing in
-the run's folder is written.
+state. The replay has a temporary run folder; nothing in the folder of the recorded run is written.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +21,43 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from pentad.checkpoint.fence import holding
-from pentad.checkpoint.folders import COMMIT, Checkpoint, find_checkpoints, state_folder
+from pentad.checkpoint.folders import Checkpoint, find_checkpoints
+from pentad.checkpoint.section import CheckpointConfig
 from pentad.config.aliases import config_from_record
-from pentad.config.load import record_values, with_hub_names
-from pentad.config.resolve import with_absolute_paths
+from pentad.config.load import with_hub_names
 from pentad.config.rules.checkpoint import judge_changes
 from pentad.config.rules.start import rank_problems
-from pentad.config.schema import SCORERS, Config
+from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.lock import FolderLock
+from pentad.core.section import Section
+from pentad.core.sizes import RunSize
 from pentad.core.types import Group
 from pentad.planner.hub import with_local_models
-from pentad.runtime.calls import RankCalls
-from pentad.runtime.group_calls import GroupSettings, RankGroup
-from pentad.runtime.learner_client import LearnerClient
-from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank, rank_from_environment
-from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
-from pentad.telemetry.record import plain_json
+from pentad.telemetry.section import TelemetryConfig
 from pentad.telemetry.steps import read_lines
-from pentad.trainer.context import place_of
+from pentad.trainer.context import RunSummary, place_of
 from pentad.trainer.preflight import start_facts
-from pentad.trainer.rank.learners import Role, roles_of
+from pentad.trainer.processes.ranks import run_over_ranks
+from pentad.trainer.rank.learners import roles_of, trained_dims
 from pentad.trainer.rank.service import LearnerService
-from pentad.trainer.rank.update import BatchFacts, BatchResult
-from pentad.trainer.records import grad_norm_of, loss_of
+from pentad.trainer.rank.update import BatchResult, places_of
+from pentad.trainer.records import TrainedBatch
+from pentad.trainer.resume import replaced_weights
+from pentad.trainer.run import Run, RunInputs
 from pentad.trainer.run_folders import checkpoint_path
 from pentad.trainer.saving.batches import kept_steps, read_batch, read_head
+from pentad.trainer.saving.recovery import restore_learners
+from pentad.trainer.sources.kept_groups import KeptGroups, KeptSource
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 """Tolerances for sums added in another order: absolute for a loss, relative for a norm. Each step
 trained before the replayed one adds the same amount."""
+NUMBERS = ("loss", "grad_norm", "lr", "critic_loss", "critic_grad_norm")
+"""The compared fields of a record; those of a critic are in its block `rl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,33 +105,55 @@ class ReplayPlan:
     """The inputs and steps of a replay."""
 
     config: Config
+    """The config of the last step."""
     checkpoint: Checkpoint | None
-    folder: Path
-    """The folder of the batches, absolute."""
-    batches: list[dict[str, Any]]
-    """The head of each batch file (`batches.read_head`)."""
+    data: KeptGroups
+    """The steps to be trained."""
     records: Mapping[int, Mapping[str, Any]]
 
     @property
-    def first(self) -> int:
-        """The first step to be trained."""
-        return int(self.batches[0]["step"])
+    def last(self) -> Mapping[str, Any]:
+        return self.data.heads[-1]
 
     @property
-    def given(self) -> dict[str, Any]:
-        """Arguments for building a rank, as JSON values."""
-        last = self.batches[-1]
-        return {
-            "config": with_absolute_paths(self.config).model_dump(mode="json"),
-            "scored_apart": list(scorers(config_from_record(last["config"]))),
-            "threads": last["place"]["threads"],
-        }
+    def apart(self) -> list[str]:
+        """Tags of frozen weights whose columns were recorded with the groups, also used if the
+        replay has another layout."""
+        return list(scorers(config_from_record(self.last["config"])))
 
     @property
     def begin(self) -> str:
         if self.checkpoint is None:
             return "the weights the run began with"
         return f"the recovery checkpoint after step {self.checkpoint.step + 1}"
+
+    def config_in(self, folder: Path) -> Config:
+        """Returns the config of the replay, whose run folder is in `folder`. Only the recorded run
+        saves, sends its records elsewhere, and ends by its guards."""
+        config, step = self.config, self.data.steps[-1]
+
+        def changed(section: Section, **keys: Any) -> Section:
+            return section.model_copy(update=keys)
+
+        processes = "one" if config.component("actor").world == 1 else "auto"
+        return config.model_copy(
+            update={
+                "fileroot": str(folder),
+                "total_train_steps": step,
+                "ref_update_interval": None if "ref" in self.apart else config.ref_update_interval,
+                "checkpoint": CheckpointConfig(),
+                "telemetry": TelemetryConfig(keep_batches=0, samples_per_step=0),
+                "recover": changed(config.recover, mode="off"),
+                "elastic": changed(config.elastic, enabled=False),
+                "scheduler": changed(config.scheduler, type="local", processes=processes),
+                "guards": changed(
+                    config.guards,
+                    patience_steps=step + 1,
+                    max_nonfinite_share=1.0,
+                    max_logprob_gap=None,
+                ),
+            }
+        )
 
 
 def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump: str) -> Replay:
@@ -136,48 +162,92 @@ def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump
     if rank_from_environment() is not None:
         rule, remedy = "replay starts its ranks itself", "start it without torchrun"
         raise UserError(Problem("WORLD_SIZE is set", rule, remedy))
-    with reading_run(folder):
-        plan, place = make_plan(folder, step, layout), pick_device(device)
-        with open_learner(plan, place) as learner:
-            return replay(plan, learner, str(Path(dump).absolute()) if dump else "")
+    with reading_run(folder), tempfile.TemporaryDirectory(prefix="pentad-replay-") as scratch:
+        plan = make_plan(folder, step, layout)
+        begin = partial(begin_replay, plan, str(Path(dump).absolute()) if dump else "")
+        config = plan.config_in(Path(scratch))
+        done = run_over_ranks(begin, ReplayService, config, device=device)
+        (start,) = json.loads((done.records / "manifest.json").read_text())["starts"]
+        replayed = read_lines(done.records / "steps.jsonl")
+    changed = start["differences"]
+    dtype = config.actor.compute_dtype(pick_device(device).type)
+    tolerance = TOLERANCES[dtype] if changed else 0.0
+    compared = [
+        one
+        for number, record in enumerate(replayed, 1)
+        for one in compare(plan.records[record["step"]], record, number * tolerance)
+    ]
+    return Replay(plan.begin, changed, compared)
 
 
-@contextmanager
-def open_learner(plan: ReplayPlan, device: torch.device) -> Iterator[LearnerClient]:
-    """Opens a learner: one rank in this process, or a process for each rank."""
-    config = plan.config
-    world = config.component("actor").world
-    if world == 1:
-        with RankCalls(serve_replay(plan.given, Rank(), device)) as learner:
-            yield learner
-        return
-    raise_problems(rank_problems(config, start_facts(device, "train")))
-    with tempfile.TemporaryDirectory(prefix="pentad-replay-") as logs:
-        specs = specs_of_ranks(
-            "replay",
-            serve_replay,
-            plan.given,
-            [Path(logs) / f"rank-{rank}.log" for rank in range(world)],
-            device=device.type,
-            devices=range(world) if device.type == "cuda" else (),
-            generation=0,
-            deterministic=config.actor.archon.use_deterministic_algorithms,
-            seed=config.seed,
-        )
-        settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
-        with RankGroup(LocalRuntime(), specs, settings, device) as ranks:
-            yield ranks
-
-
-def serve_replay(given: Mapping[str, Any], rank: Rank, device: torch.device) -> ReplayService:
-    """Makes the service of one rank, in its process."""
-    config = Config.model_validate(given["config"])
+def begin_replay(plan: ReplayPlan, dump: str, config: Config, device: torch.device) -> ReplayInputs:
+    """Preparations before anything else; UserError if this machine has too few devices."""
+    if config.component("actor").world > 1:
+        raise_problems(rank_problems(plan.config, start_facts(device, "train")))
     config.register_models()
-    service = ReplayService(config, rank, device)
-    service.scored_apart = given["scored_apart"]
-    if given["threads"] and device.type == "cpu":
-        torch.set_num_threads(given["threads"])
-    return service
+    return ReplayInputs(
+        command="train",
+        title="replay",
+        dims=trained_dims(config, config.model_folder()),
+        data=plan.data,
+        roles=(),
+        evaluates=False,
+        is_shown=False,
+        plan=plan,
+        dump=dump,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayInputs(RunInputs):
+    """The inputs of a replay. It trains the learners of the recorded run and saves none."""
+
+    plan: ReplayPlan
+    dump: str
+    """File for the log-probs of the last step; empty: none."""
+
+    async def open(self, run: Run, stack: AsyncExitStack) -> ReplaySource:
+        plan = self.plan
+        given = {"scored_apart": plan.apart, "num_threads": plan.last["place"]["threads"]}
+        await run.learner.run(partial(run.build, **plan.last["size"], **given))
+        return ReplaySource(
+            run=run,
+            kept=plan.data,
+            batches=run.context.batch_keeper(RunSize(**plan.last["size"])),
+            num_before=plan.data.steps[0] - 1,
+            chunks_as_kept=True,
+            plan=plan,
+            dump=self.dump,
+        )
+
+    def summary(self, run: Run, model: Path | None) -> RunSummary:
+        run.stop.check_complete(run.trained, run.num_steps, model)
+        folder = run.context.folder.path
+        return RunSummary(folder, folder, run.trained)
+
+
+@dataclass(eq=False, kw_only=True)
+class ReplaySource(KeptSource):
+    """Recorded steps, trained from the checkpoint of the recorded run before them, if any."""
+
+    plan: ReplayPlan
+    dump: str
+
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        learner, config, tags = self.run.learner, self.plan.config, set[str]()
+        if (start := self.plan.checkpoint) is not None:
+            counters = restore_learners(learner, start, roles_of(config))
+            tags = set(counters["actor"]["tags"]) - replaced_weights(start, config)
+        self.run.trained = self.num_before
+        learner.call_all("load_tags", has=sorted(tags), step=self.run.trained)
+
+    async def begin(self) -> None:
+        changed = differences(self.plan.last["place"], self.run.learner.query("place"))
+        self.run.context.started(self.run.trained, differences=changed)
+
+    def keep(self, trained: TrainedBatch) -> None:
+        if self.dump and trained.batch + 1 == self.run.num_steps:
+            self.run.learner.query("dump", file=self.dump)
 
 
 class ReplayService(LearnerService):
@@ -187,6 +257,19 @@ class ReplayService(LearnerService):
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
         self.usual_threads = torch.get_num_threads()
+
+    def build(
+        self,
+        num_steps: int,
+        max_row_tokens: int,
+        scored_apart: Sequence[str] = (),
+        num_threads: int | None = None,
+    ) -> None:
+        """Builds the models as in the recorded run, which had so many threads on a CPU."""
+        self.scored_apart = scored_apart
+        if num_threads and self.device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        super().build(num_steps, max_row_tokens)
 
     def place(self) -> dict[str, Any]:
         return place_of(self.device, self.config.layout("actor"))
@@ -235,15 +318,17 @@ def make_plan(folder: Path, step: int, layout: str | None) -> ReplayPlan:
     first = 1 if checkpoint is None else checkpoint.step + 2
     if missing := sorted(set(range(first, step)) - set(kept)):
         raise UserError(missing_batches_problem(config, step, first, missing))
-    before = [_read_whole(place, number) for number in range(first, step)]
-    for batch in before:
+    heads = [*(_read_whole(place, number) for number in range(first, step)), last]
+    for batch in heads[:-1]:
         changes = judge_changes(with_hub_names(batch["config"]), with_hub_names(last["config"]))
         if changes.refused:
             where = changes.refused[0].where
             rule = f"the config changed between step {batch['step']} and step {step}, in {where}"
             remedy = "replay a step whose checkpoint is after the change"
             raise UserError(Problem(f"--step = {step}", rule, remedy))
-    return ReplayPlan(config, checkpoint, place, [*before, last], records)
+    return ReplayPlan(
+        config, checkpoint, KeptGroups(place, [*range(first, step + 1)], heads), records
+    )
 
 
 def _read_whole(folder: Path, step: int) -> dict[str, Any]:
@@ -283,69 +368,18 @@ def config_of(batch: Mapping[str, Any], folder: Path, layout: str | None) -> Con
     return config
 
 
-def replay(plan: ReplayPlan, learner: LearnerClient, dump: str = "") -> Replay:
-    config, last = plan.config, plan.batches[-1]
-    roles = roles_of(config)
-    learner.call_all("build", **last["size"])
-    learner.call_all("load_tags", has=sorted(restore(plan, learner, roles)), step=plan.first - 1)
-    changed = differences(last["place"], learner.query("place"))
-    tolerance = TOLERANCES[config.actor.compute_dtype(learner.device.type)] if changed else 0.0
-    every = None if "ref" in plan.given["scored_apart"] else config.ref_update_interval
-    compared: list[ReplayedNumber] = []
-    for number, batch in enumerate(plan.batches, 1):
-        step = int(batch["step"])
-        learner.call_all(
-            "train_kept",
-            folder=str(plan.folder),
-            step=step,
-            number=step - 1,
-            digest=batch["sha256"],
-            num_chunks=batch["config"]["num_iters_per_train_update"],
-        )
-        facts = BatchFacts.read(learner.query("measure"))
-        compared += compare(step, plan.records[step], facts, number * tolerance)
-        if every and step % every == 0:
-            learner.call_all("save_tag", tag="ref")
-    if dump:
-        learner.query("dump", file=dump)
-    return Replay(plan.begin, changed, compared)
-
-
-def restore(plan: ReplayPlan, learner: LearnerClient, roles: Sequence[Role]) -> set[str]:
-    """Restores the learners from the checkpoint, if any; returns their weight tags."""
-    checkpoint = plan.checkpoint
-    if checkpoint is None:
-        return set()
-    root, step, tags = str(checkpoint.root.absolute()), checkpoint.step, set[str]()
-    with holding(checkpoint.root / checkpoint.info / COMMIT):
-        for role in roles:
-            given = {"root": root, "step": step, "folder": state_folder(role, step)}
-            counters = learner.call_all("restore_state", role=role, **given)
-            tags |= set(counters.get("tags", ())) if role == "actor" else set()
-    before, values = with_hub_names(checkpoint.manifest.facts["config"]), record_values(plan.config)
-    return tags - {tag for tag in SCORERS if before[tag]["path"] != values[tag]["path"]}
-
-
 def compare(
-    step: int, record: Mapping[str, Any], facts: BatchFacts, tolerance: float
+    record: Mapping[str, Any], replayed: Mapping[str, Any], tolerance: float
 ) -> list[ReplayedNumber]:
-    steps, critic = facts.steps, facts.critic_steps
-    found = plain_json(
-        {
-            "loss": loss_of(steps),
-            "grad_norm": grad_norm_of(steps),
-            "lr": steps[-1].lr,
-            "critic_loss": loss_of(critic) if critic else None,
-            "critic_grad_norm": grad_norm_of(critic) if critic else None,
-        }
-    )
     lines = []
-    for name in ("loss", "grad_norm", "lr", "critic_loss", "critic_grad_norm"):
-        known = record["rl"][name] if name.startswith("critic") else record[name]
-        if known is None and found[name] is None:
+    for name in NUMBERS:
+        known, found = (
+            (one["rl"] if name.startswith("critic") else one)[name] for one in (record, replayed)
+        )
+        if known is None and found is None:
             continue
         scale = abs(known or 0.0) if name.endswith("grad_norm") else max(1.0, abs(known or 0.0))
-        lines.append(ReplayedNumber(step, name, known, found[name], tolerance * scale))
+        lines.append(ReplayedNumber(record["step"], name, known, found, tolerance * scale))
     return lines
 
 
@@ -355,11 +389,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def write_dump(file: Path, groups: Sequence[Group], result: BatchResult) -> None:
     """Writes a JSON line for each sample of the step's first update."""
-    names = {
-        id(sample): (group.gid, index)
-        for group in groups
-        for index, sample in enumerate(group.samples)
-    }
+    names = places_of(groups)
     try:
         with file.open("w", encoding="utf-8") as out:
             for sample, logprobs in result.scored:

@@ -19,7 +19,6 @@ import torch
 
 from pentad.checkpoint.folders import Checkpoint
 from pentad.config.schema import Config
-from pentad.core.device import pick_device
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.types import Group
 from pentad.data.ledger import Ledger
@@ -33,7 +32,7 @@ from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.record import Funnel, PhaseTimer, StepRecord
 from pentad.trainer.context import RunSummary
 from pentad.trainer.preflight import Checked, check_train, size_of
-from pentad.trainer.processes.ranks import run_rank
+from pentad.trainer.processes.ranks import run_here
 from pentad.trainer.processes.supervisor import RunJob
 from pentad.trainer.pumps.scheduler import Scheduler
 from pentad.trainer.pumps.state import Budget, RunState
@@ -54,16 +53,14 @@ log = logging.getLogger(__name__)
 def run_rollout_only(
     config: Config, notes: Sequence[str] = (), fresh: bool = False, device: str = "auto"
 ) -> RunSummary:
-    place, own = pick_device(device), rank_from_environment()
+    own = rank_from_environment()
     if own is not None and own.world > 1:
         rule = "has no ranks, and torchrun started several"
         raise UserError(Problem("only = rollout", rule, "start it without torchrun"))
     job = RunJob(
         lead, lambda _, rank, where: NoLearner(where), begin_rollout_only, config, notes, device
     )
-    summary = run_rank(job, Rank(), place, fresh=fresh)
-    assert summary is not None, "rank 0 has one"
-    return summary
+    return run_here(job, fresh=fresh)
 
 
 def begin_rollout_only(config: Config, device: torch.device) -> SampleInputs:

@@ -18,7 +18,7 @@ import torch
 
 from pentad.checkpoint.folders import Checkpoint, reading
 from pentad.config.load import record_values, with_hub_names
-from pentad.config.schema import SCORERS, Config
+from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.errors import Problem, UserError
 from pentad.core.roles import Sampler
@@ -44,6 +44,7 @@ from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump
 from pentad.trainer.rank.learners import roles_of, start_run
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.records import TrainedBatch
+from pentad.trainer.resume import replaced_weights
 from pentad.trainer.run import BatchSource, Run, RunInputs
 from pentad.trainer.run_folders import oldest_saved
 from pentad.trainer.sampling.evaluate import Evaluator, Scorers, open_executors
@@ -170,7 +171,7 @@ def rollout_pump(
         executor,
         placement,
         device_turns,
-        rejection(config.algorithm.settings),
+        rejection(config.algorithm),
         max_groups=config.rollout.max_concurrent_groups,
         oversampling=oversampling,
     )
@@ -317,8 +318,7 @@ class RolloutSource(BatchSource):
         data = {"train_dataset", "rollout.workflows"}
         is_forced = bool(data.intersection(self.run.config.recover.allow))
         place, info = checkpoint.root / checkpoint.info, recover.infos["dataloader_info"]
-        with reading(place / "dataloader_info.json"):
-            known = dict(info["data"])
+        known = recover.data_state(checkpoint, "data")
         if not is_forced:
             stream.check_state(known)
         ready = None if is_forced else recover.ready
@@ -341,8 +341,7 @@ class RolloutSource(BatchSource):
             run.learner.call_all("load_tags", has=[], step=0)
             return
         before, now = with_hub_names(checkpoint.manifest.facts["config"]), run.config
-        values = record_values(now)
-        replaced = {tag for tag in SCORERS if before[tag]["path"] != values[tag]["path"]}
+        replaced = replaced_weights(checkpoint, now)
         keeps_ref = before["mode"] == "async" and bool(before["algorithm"]["kl_coef"])
         every = before["ref_update_interval"]
         if keeps_ref and every and now.mode != "async" and run.trained >= every:
@@ -352,7 +351,7 @@ class RolloutSource(BatchSource):
             note_score(run, line)
         run.learner.call_all(
             "load_tags",
-            has=sorted(set(run.recover.counters["actor"]["tags"]) - replaced),
+            has=sorted(run.recover.tags - replaced),
             step=run.trained,
             keeps_ref=keeps_ref and "ref" not in replaced,
         )
@@ -375,18 +374,21 @@ class RolloutSource(BatchSource):
                     temperature=temperature,
                     seed=config.seed,
                 )
+            dtype = config.actor.compute_dtype(run.learner.device.type)
             found = await run_selftest(
                 *sides,
                 prompts,
                 temperature=temperature,
                 weights_digest=snapshot.digest.hex(),
                 tolerance=tolerance_of(
-                    config.actor.compute_dtype(run.learner.device.type),
+                    dtype,
                     strict=config.strict,
                     cache_dtype=config.rollout.kv_cache_dtype,
+                    weight_dtype=config.rollout.weight_dtype,
                 ),
                 seed=config.seed,
                 stall_s=config.stall_abort_s,
+                packing=tolerance_of(dtype, strict=config.strict),
             )
         log.info("self-test passed: %s%s", found, f", {adapter}" if adapter else "")
         tested = asdict(found) | ({"adapter": asdict(adapter)} if adapter else {})

@@ -98,6 +98,7 @@ def test_of_several_ranks_under_torchrun_one_tells_the_mistakes(recipe):
     assert "nothing was started" in ranks[0].stderr and ranks[1].stderr == ""
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_a_recipe_with_mistakes_ends_with_all_of_them_and_code_2(recipe):
     done = pentad("plan", recipe, "foo=1", "gconfig.top_k=3")
     assert done.returncode == 2
@@ -116,6 +117,7 @@ def test_a_recipe_with_mistakes_ends_with_all_of_them_and_code_2(recipe):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_tracebacks_are_shown_on_request(recipe):
     done = pentad("plan", recipe, PENTAD_TRACEBACK="1")
     assert done.returncode == 2
@@ -123,6 +125,7 @@ def test_tracebacks_are_shown_on_request(recipe):
     assert done.stderr.splitlines()[-1].startswith("* ")
 
 
+@pytest.mark.usefixtures("started_warm")
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -139,6 +142,7 @@ def test_missing_pieces_are_one_sentence(args, said):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_a_mistyped_command_or_option_is_named():
     done = pentad("trian")
     assert (done.returncode, "Did you mean 'train'" in done.stderr) == (2, True)
@@ -146,6 +150,7 @@ def test_a_mistyped_command_or_option_is_named():
     assert (done.returncode, "--max-staleness" in done.stderr) == (2, True)
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_version():
     assert pentad("--version").stdout == f"pentad {__version__}\n"
 
@@ -269,12 +274,14 @@ def test_bugs_keep_their_traceback():
         command()
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_problems_with_a_caret_keep_their_shape(tmp_path):
     done = pentad("plan", "actor.path=Qwen/Qwen3-8B", "allocation_mode=archon:d1q2")
     *_, line, caret = done.stderr.splitlines()
     assert line.index("q2") == caret.index("^")
 
 
+@pytest.mark.usefixtures("started_warm")
 def test_the_resource_switch_reports_bad_json(tmp_path):
     done = pentad("plan", "actor.path=Qwen/Qwen3-8B", "--resource", json.dumps([1])[:-1])
     assert done.returncode == 2

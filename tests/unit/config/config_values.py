@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from pentad.config.schema import Config
-from pentad.core.section import MAX_FLOAT, Section, bounds_of
+from pentad.core.section import MAX_FLOAT, NULL, Section, bounds_of
 
 WORDS = st.sampled_from(["x", "on", "1e-6", "0010", "models/q wen", "${seed}", "a: b", "#", "null"])
 
 
 def values_of(field: FieldInfo) -> st.SearchStrategy:
-    return _values(field.annotation, field.metadata)
+    values = _values(field.annotation, field.metadata)
+    return values | st.none() if NULL in field.metadata else values
 
 
 def sections(section: type[Section] = Config) -> st.SearchStrategy:

@@ -687,6 +687,13 @@ BROKEN = [
         "algorithm.overlong_penalty is not set",
     ),
     (
+        "a_rejection_has_its_own_bounds",
+        "train",
+        ["algorithm.name=kpop", "algorithm.rejection_cap=3"],
+        "algorithm.rejection_cap = 3",
+        "algorithm.rejection = binary_kl does not read it",
+    ),
+    (
         "kto_compares_answers",
         "dpo",
         ["preference.loss=kto", "train_dataset.batch_size=1"],
@@ -939,6 +946,25 @@ def test_tree_training_is_refused_where_it_cannot_be(folders, command, changes, 
     (problem,) = [p for p in caught.value.problems if "tree" in p.where]
     assert problem.where == "actor.enable_tree_training = true"
     assert why in problem.rule and problem.remedy == "leave it out"
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (["allocation_mode=embedded:d1|archon:d2"], "communicate during a pass"),
+        (["strict=true"], "strict mode prepares its kernels on the host"),
+        (["actor.archon.offload_params=true"], "parameters are copied from the host"),
+    ],
+)
+def test_graphs_are_refused_where_passes_cannot_be_captured(folders, command, changes, why):
+    asked = ["actor.archon.cuda_graphs=true", *changes]
+    with pytest.raises(UserError) as caught:
+        prepare(None, overrides_for(folders, asked), command)
+    (problem,) = [p for p in caught.value.problems if "graphs" in p.where]
+    assert problem.where == "actor.archon.cuda_graphs = true"
+    assert why in problem.rule
+    assert problem.remedy == "leave it out"
 
 
 def test_every_rule_is_broken_above():

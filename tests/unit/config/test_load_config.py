@@ -261,7 +261,7 @@ def test_a_config_dumped_loads_back_equal_and_unchanged(tmp_path):
     assert dump_config(load_config(path)) == dump_config(config)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(sections())
 def test_any_config_survives_dump_resolve_and_load(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("config") / "config.yaml"

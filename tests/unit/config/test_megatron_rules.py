@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from rule_checks import start_facts
 
 from pentad.config.rules import megatron
 from pentad.config.rules.check import check, noted
-from pentad.config.rules.rule import RunFacts
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
@@ -95,7 +95,7 @@ def test_the_backend_is_chosen_by_the_seed_s_key_where_the_layout_is_left_open()
 
 
 def test_a_cpu_is_refused_unless_its_calls_of_cuda_are_replaced(monkeypatch):
-    config, facts = config_of(), RunFacts(command="train", device="cpu")
+    config, facts = config_of(), start_facts("cpu")
     said = "computes on GPUs, and this run computes on cpu"
     monkeypatch.delenv(megatron.ON_CPU, raising=False)
     assert any(said in str(problem) for problem in check(config, facts))
@@ -152,5 +152,5 @@ def test_transformer_engine_is_refused_on_a_cpu(monkeypatch):
     monkeypatch.setenv(megatron.ON_CPU, "1")
     for wanted, count in (("transformer_engine", 1), ("auto", 0), ("local", 0)):
         config = config_of(f"megatron.transformer_impl={wanted}")
-        problems = check(config, RunFacts(command="train", device="cpu"))
+        problems = check(config, start_facts("cpu"))
         assert sum("its layers need CUDA" in str(problem) for problem in problems) == count

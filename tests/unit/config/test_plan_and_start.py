@@ -40,6 +40,7 @@ ONE_OF = {
     "actor.archon.ac_selective": ["op", 1, 2],
     "actor.archon.ac_debug": [True],
     "actor.archon.keep_logits": [True, False],
+    "actor.archon.cuda_graphs": ["auto", True, False],
     "actor.archon.offload_params": [True],
     "actor.archon.reshard_after_forward_policy": ["default", "always", "never"],
     "actor.archon.dp_replicate": [1, 2, 3],
@@ -136,19 +137,23 @@ def models(tmp_path_factory):
 
 
 def said(call) -> list[str]:
+    return prepared(call)[1]
+
+
+def prepared(call) -> tuple:
+    """What it returns, and the problems that it raises."""
     try:
-        call()
+        return call(), []
     except UserError as error:
-        return [str(problem) for problem in error.problems]
-    return []
+        return None, [str(problem) for problem in error.problems]
 
 
 def start(overrides: list[str], command: str, device: torch.device) -> list[str]:
     """What a run says on its way to its ranks, and what they would."""
-    found = said(lambda: prepare(None, overrides, command))
+    given, found = prepared(lambda: prepare(None, overrides, command))
     if found:
         return found
-    config, _ = prepare(None, overrides, command)
+    config, _ = given
     check = check_train if command == "train" else partial(check_examples, SftService)
     return said(lambda: check(config, device)) or said(lambda: engines(config, command, device))
 
@@ -169,7 +174,7 @@ def engines(config, command: str, device: torch.device) -> None:
             check_strict(layout, dims)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     overrides=recipes(),
     model=st.sampled_from(["dense", "mixture"]),

@@ -177,7 +177,7 @@ trees = st.dictionaries(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(trees)
 def test_what_is_dumped_reads_back_equal(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("dump") / "config.yaml"

@@ -78,13 +78,13 @@ def test_what_is_given_is_kept():
     ],
 )
 def test_the_kl_switch_becomes_keys_of_the_algorithm(overrides, coef, place):
-    algorithm = resolved(*overrides)[0].algorithm
-    assert (algorithm.kl_coef, algorithm.kl_in) == (coef, place)
+    given = resolved(*overrides)[0].algorithm.given
+    assert (given.get("kl_coef"), given.get("kl_in")) == (coef, place)
 
 
 @pytest.mark.parametrize(("value", "word"), [("true", "tis"), ("false", "none"), ("null", None)])
 def test_the_tis_switch_becomes_a_correction(value, word):
-    assert resolved(f"use_tis={value}")[0].algorithm.correction == word
+    assert resolved(f"use_tis={value}")[0].algorithm.given.get("correction") == word
 
 
 def test_zero_bubble_schedules_get_what_they_can_live_with():

@@ -18,12 +18,13 @@ from pentad.config.rules.start import (
     disk_problems,
     process_problems,
     the_device_compiles,
+    weight_format_problems,
 )
 from pentad.core.dims import ModelDims
 from pentad.core.errors import UserError
 from pentad.core.machine import GIB
 from pentad.core.sizes import kv_token_bytes
-from pentad.models.families import is_known, known_families, no_such_family
+from pentad.models.families import is_known, known_families, no_such_family, public_models
 from pentad.planner import plan
 from pentad.planner.prepare import prepare
 from pentad.planner.present import absence_problems
@@ -233,6 +234,39 @@ def test_the_sampler_has_the_format_of_its_cache(no_gpu, form, keys, kind, rule)
     found = cache_problems(config, TINY, kind)
     assert [problem.where for problem in found] == [f"rollout.kv_cache_dtype = {form}"] * bool(rule)
     assert not rule or rule in found[0].rule
+
+
+SERVER = "allocation_mode=vllm:d1+archon:d1"
+SPLIT = "allocation_mode=sglang:d1t2+archon:d1"
+QWEN_06B, GPT_OSS = (public_models()[n] for n in ("Qwen/Qwen3-0.6B", "openai/gpt-oss-20b"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "dims", "kind", "rule"),
+    [
+        ((SERVER,), QWEN_06B, "cuda", None),
+        ((SPLIT,), QWEN_06B, "cuda", None),
+        ((SERVER,), None, "cuda", None),
+        ((), QWEN_06B, "cuda", "the embedded sampler computes with the weights that are trained"),
+        ((SERVER,), QWEN_06B, "cpu", "vllm has no such weights on a CPU"),
+        ((SERVER, "actor.dtype=float32"), QWEN_06B, "cuda", "the model computes in float32"),
+        ((SERVER, "actor.lora={rank: 8}"), QWEN_06B, "cuda", "are never published"),
+        ((SERVER,), replace(QWEN_06B, intermediate_size=1000), "cuda", "has 1000 rows"),
+        ((SERVER,), GPT_OSS, "cuda", "experts of this family"),
+    ],
+)
+def test_the_sampler_can_hold_weights_in_fp8(no_gpu, keys, dims, kind, rule):
+    config = config_of("rollout.weight_dtype=fp8", *keys)
+    found = weight_format_problems(config, dims, kind)
+    assert [problem.where for problem in found] == ["rollout.weight_dtype = fp8"] * bool(rule)
+    assert not rule or rule in found[0].rule
+
+
+def test_plan_rejects_fp8_weights_of_the_embedded_sampler():
+    found = planned("rollout.weight_dtype=fp8")
+    assert any(
+        text.startswith("rollout.weight_dtype = fp8: the embedded sampler") for text in found
+    )
 
 
 def test_a_cache_of_latents_is_not_of_eight_bits(no_gpu):

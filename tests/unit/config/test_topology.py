@@ -73,7 +73,8 @@ SCHEDULER = {"scheduler": ("scheduler", 0, (), (), "pentad")}
                 "allocation_mode=archon:d2",
             ],
             {
-                "learner-0": ("actor 0", 0, (0,), (), "torchrun"),
+                "scheduler": ("scheduler", 0, (), (), "torchrun"),
+                "learner-0": ("actor 0", 0, (0,), (), "pentad"),
                 "learner-1": ("actor 1", 1, (0,), (), "torchrun"),
             },
         ),

@@ -61,19 +61,12 @@ def test_slots_can_be_leased_apart(ledger):
     assert ledger.lease(0, range(1, 2)) == [second]
 
 
-def test_a_failed_attempt_is_planned_again_and_its_late_commit_ignored(ledger):
+def test_a_second_commit_changes_nothing(ledger):
     gid = ledger.admit(0)
-    first = ledger.start(gid)
-    assert ledger.fail(gid, first)
-    assert not ledger.fail(gid, first), "the second report of one failure changes nothing"
-    second = ledger.start(gid)
-    assert (first, second) == (0, 1)
-    assert not ledger.is_current(gid, first)
-    assert not ledger.commit(gid, first)
+    attempt = ledger.start(gid)
     assert ledger.gids_in("running") == [gid]
-    assert not ledger.fail(gid, first)
-    assert ledger.commit(gid, second)
-    assert not ledger.commit(gid, second), "committing twice changes nothing"
+    assert ledger.commit(gid, attempt)
+    assert not ledger.commit(gid, attempt)
     assert ledger.gids_in("ready") == [gid]
 
 
@@ -82,7 +75,6 @@ def test_a_commit_after_the_end_is_ignored(ledger):
     attempt = ledger.start(gid)
     ledger.drop(gid, "deadline")
     assert not ledger.commit(gid, attempt)
-    assert not ledger.fail(gid, attempt)
     assert ledger.funnel().trained == 0
 
 
@@ -109,7 +101,7 @@ def seen(ledger: Ledger) -> tuple[object, ...]:
         (lambda led: led.commit(0, 0), "group 0 cannot commit attempt 0: it never began"),
         (lambda led: led.commit(1, 1), "group 1 cannot commit attempt 1: it never began"),
         (lambda led: led.commit(7, 0), "group 7 cannot commit: it was never admitted"),
-        (lambda led: led.fail(1, -1), "group 1 cannot fail attempt -1: it never began"),
+        (lambda led: led.commit(1, -1), "group 1 cannot commit attempt -1: it never began"),
         (lambda led: led.ack([1]), "group 1 of batch 0 cannot ack: it is running, not leased"),
         (lambda led: led.ack([1, 1]), "ack names a group twice"),
         (lambda led: led.release([0]), "group 0 of batch 0 cannot release: it is planned"),
@@ -134,10 +126,10 @@ def test_nothing_happens_to_a_group_that_has_ended(ledger):
             act()
 
 
-def test_a_committed_attempt_cannot_fail(ledger):
+def test_a_committed_attempt_is_not_carried(ledger):
     gid = make_ready(ledger, 0)
-    with pytest.raises(LedgerError, match="group 0 of batch 0 cannot fail: it is ready"):
-        ledger.fail(gid, 0)
+    with pytest.raises(LedgerError, match="group 0 of batch 0 cannot carry: it is ready"):
+        ledger.carry(gid, 0)
 
 
 def test_ack_applies_to_all_or_none(ledger):
@@ -221,13 +213,6 @@ class LedgerUnderFaults(RuleBasedStateMachine):
         was_sampled = gid in self.gids("sampled") and is_latest
         assert self.ledger.score(gid, attempt) == was_sampled
         assert gid in self.gids("ready") or not was_sampled
-
-    @precondition(lambda self: self.gids("running"))
-    @rule(data=st.data())
-    def fail(self, data):
-        running = [a for a in self.attempts if self.ledger.is_current(*a)]
-        if running:
-            assert self.ledger.fail(*data.draw(st.sampled_from(running)))
 
     @precondition(lambda self: self.gids("running"))
     @rule(data=st.data())
@@ -322,7 +307,7 @@ class LedgerUnderFaults(RuleBasedStateMachine):
                 self.admit()
             for gid in self.ledger.gids_in("running"):
                 current = [a for a in self.attempts if a[0] == gid][-1]
-                assert self.ledger.fail(*current)
+                self.ledger.carry(*current)
             for gid in self.ledger.gids_in("planned"):
                 assert self.ledger.commit(gid, self.ledger.start(gid))
             for gid, *_, state, num_attempts, _ in self.ledger.snapshot()["live"]:

@@ -27,7 +27,8 @@ from pentad.models import families
 from pentad.models.families import dims_of
 from pentad.models.registry import create_model, save_model
 from pentad.planner.prepare import prepare
-from pentad.rl.algorithms import ALGORITHMS
+from pentad.rl.algorithms import FUNCTIONS
+from pentad.rl.facts import FACTS
 from pentad.runtime.slots import GroupNow, Slots
 
 ROOT = Path(__file__).parents[3]
@@ -234,12 +235,12 @@ def test_recipes_are_planned(scratch, monkeypatch, block):
 @pytest.mark.parametrize("block", code("python"), ids=name)
 def test_programs_run(scratch, monkeypatch, block):
     monkeypatch.chdir(scratch)
-    known = dict(ALGORITHMS)
+    known = dict(FACTS)
     try:
         exec(compile(block.code, name(block), "exec"), {"__name__": "page"})
     finally:
-        for added in set(ALGORITHMS) - set(known):
-            del ALGORITHMS[added]
+        for added in set(FACTS) - set(known):
+            del FACTS[added], FUNCTIONS[added]
 
 
 @pytest.mark.slow

@@ -213,7 +213,7 @@ def stall(caplog):
 def empty_batch(rejection=None):
     """A pump whose every group fails in its reward, or is turned down."""
 
-    async def rollout(prompt, attempt, hold, draft):
+    async def rollout(prompt, attempt, draft):
         if rejection is None:
             place = "(mine/reward.py, line 7)"
             raise DataFailure("reward_error", f"NameError: name 'answr' is not defined {place}")

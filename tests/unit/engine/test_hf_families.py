@@ -14,10 +14,11 @@ from pentad.core.errors import UserError
 from pentad.core.layout import Layout
 from pentad.core.types import Row
 from pentad.engine.engine import build_engine
-from pentad.engine.section import OptimizerConfig
+from pentad.engine.section import LoraConfig, OptimizerConfig
 from pentad.engine.transformers_model import match_layout
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import LogitRule, build_hf_model, read_logit_rule
+from pentad.models.registry import load_to_sample
 
 SMALL = {
     "vocab_size": 40,
@@ -99,6 +100,19 @@ FAMILIES = {
 }
 
 
+CARRYING = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "granitemoehybrid": EXPERTS
+    | {
+        **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+        "layer_types": ["mamba", "attention"],
+    },
+}
+"""Layers carry state or convolve from token to token: rows are computed one by one."""
+FAMILIES |= CARRYING
+
+
 def config_of(family: str, **more: object):
     return AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **more})
 
@@ -157,7 +171,7 @@ def test_weights_go_out_under_their_names_on_disk(tmp_path):
     assert "embed_out.weight" in dict(neox.iter_weights())
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2", "qwen3_moe", *CARRYING])
 def test_gradients_are_those_of_transformers(family, tmp_path):
     model = write(tmp_path / "model", family)
     settings = engine_settings(
@@ -183,6 +197,19 @@ def test_gradients_are_those_of_transformers(family, tmp_path):
     for name, gradient in theirs.items():
         error = (ours[name] - gradient).norm() / gradient.norm()
         assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+def test_what_carries_state_is_neither_split_nor_adapted_nor_sampled(tmp_path):
+    write(tmp_path, "lfm2")
+    with pytest.raises(UserError, match="carry state .* embedded sampler's cache does not hold"):
+        load_to_sample(tmp_path, device="cpu", dtype=torch.float32)
+    settings = engine_settings(lora=LoraConfig(rank=2))
+    with pytest.raises(UserError, match="actor.lora: layers of lfm2 use some of their matrices"):
+        build_engine(tmp_path, settings, backend="fsdp")
+    model = build_hf_model(read_hf_config(tmp_path), dtype=torch.float32)
+    for layout in (Layout(tp=2), Layout(cp=2)):
+        with pytest.raises(UserError, match="only d is supported"):
+            match_layout(model, layout)
 
 
 def test_blocks_are_recomputed(tmp_path):
@@ -247,8 +274,7 @@ def test_the_rule_of_the_logits_is_read_off_the_class():
 
 
 REFUSED = [
-    ("mamba", {}, "carry state or convolve"),
-    ("lfm2", {"layer_types": ["conv", "full_attention"]}, "kind conv"),
+    ("mamba2", {"num_heads": 4, "head_dim": 16, "n_groups": 1}, "not a body followed by a head"),
     ("llama4_text", {}, "kind chunked_attention"),
     ("bloom", {}, "0 times"),
     ("stablelm", {}, "does not pass keyword arguments"),

@@ -16,6 +16,7 @@ from pentad.cli.main import app
 from pentad.core.errors import UserError
 from pentad.engine.engine import build_engine
 from pentad.engine.section import OptimizerConfig
+from pentad.models.hf_weights import iter_hf
 from pentad.weights.hf import HfFolder
 from pentad.weights.megatron.layout import find_weights
 from pentad.weights.regions import full_box
@@ -93,7 +94,7 @@ def test_tags_and_roles_are_chosen(tmp_path):
     root = tmp_path / "trial"
     engine = train_and_save(root, CONFIG)
     with engine.use("ref"):
-        wanted = {n: x.clone() for n, x in engine.held.iter_hf(torch.bfloat16)}
+        wanted = {n: x.clone() for n, x in iter_hf(engine.held.decoders[0], torch.bfloat16)}
     assert convert(str(root), str(tmp_path / "ref"), "--tag", "ref").exit_code == 0
     found = HfFolder(tmp_path / "ref")
     for name, tensor in wanted.items():

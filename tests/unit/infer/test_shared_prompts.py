@@ -91,12 +91,12 @@ def test_tiles_are_kept_while_the_same_sequences_run():
     blocks, num_full = tables(np.random.default_rng(0), [8], [least])
     table.blocks = blocks
     grouping, rows = Grouping(table, 4, is_small=False), np.arange(8)
-    found = grouping.tiles(rows, (num_full + 1) * SIZE)
+    found = grouping.tiles(rows, (num_full[None] + 1) * SIZE)
     assert found.counts.tolist() == [4, 4]
     table.blocks = blocks[::-1] * 0
-    assert grouping.tiles(rows, (num_full + 1) * SIZE) is found
+    assert grouping.tiles(rows, (num_full[None] + 1) * SIZE) is found
     table.num_seated[3] += 1  # another sequence has row 3
-    assert grouping.tiles(rows, (num_full + 1) * SIZE) is None
+    assert grouping.tiles(rows, (num_full[None] + 1) * SIZE) is None
     places = 3 * SIZE * (num_full + 1).sum()
     assert grouping.saved_share == 2 * 6 * least * SIZE / places
 

@@ -23,5 +23,5 @@ def test_sets_that_nobody_uses_are_replaced():
         stops.put(0, (i,))
         assert stops.stops(np.array([0]), np.array([i])).all()
         assert not stops.stops(np.array([0]), np.array([i + 1])).any()
-        stops.drop(0)
+        stops.drop([0])
     assert len(stops.is_stop) <= 3

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from pentad.config.topology import Topology, facts_of, topology
 from pentad.core.layout import Layout
 from pentad.core.machine import GIB
 from pentad.engine.section import LoraConfig
@@ -72,8 +73,8 @@ def plan_of(model, memory, *overrides):
     ("model", "memory", "peak_gib", "factors"),
     [
         ("Qwen/Qwen3-8B", 80, 63.6, 87_293_952),
-        ("Qwen/Qwen3-8B", 141, 125.3, 87_293_952),
-        ("Qwen/Qwen3-30B-A3B", 80, 76.3, 489_000_000),
+        ("Qwen/Qwen3-8B", 141, 125.7, 87_293_952),
+        ("Qwen/Qwen3-30B-A3B", 80, 79.9, 489_000_000),
         ("Qwen/Qwen3-30B-A3B", 141, 126.3, 489_000_000),
     ],
 )
@@ -111,6 +112,58 @@ def test_beside_transformers_layers_the_sampler_holds_frozen_weights_of_its_own(
         assert phases["load"].device[key] == theirs["load"].device[key], key
     held, shared = mine.samplers[0].weights_bytes, archon.samplers[0].weights_bytes
     assert held - shared == 2 * mine.dims.num_params
+
+
+APART = ("allocation_mode=embedded:d1+archon:d1", "mode=hybrid", "actor.lora.rank=32")
+ONE_GPU = ("cluster.share_gpus=true", "cluster.n_gpus_per_node=1", "rollout.kv_cache_gb=4")
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_sampler_in_another_process_on_the_gpu_adds_no_frozen_weights(offloads, monkeypatch):
+    words = [*APART, *ONE_GPU]
+    if offloads:
+        turns = ["offload_train=true", "scheduler.processes=separate", "actor.lora.rank=32"]
+        words = [LAYOUT, *ONE_GPU[1:], *turns]
+    once = plan_of("Qwen/Qwen3-0.6B", 80, *words)
+    assert any("1.1 GiB of frozen weights counted once" in note for note in once.notes)
+    monkeypatch.setattr(Topology, "shares_base", False)
+    twice = build_plan(once.config, once.device)
+    assert any("in the learner and in each sampler" in note for note in twice.notes)
+    ((one,), (other,)) = once.trainers[0].phases, twice.trainers[0].phases
+    base = 2 * once.dims.num_params
+    added = {name: other[name].device_bytes - one[name].device_bytes for name in one}
+    # Of two, the learner's leave the GPU with it; the only ones stay.
+    without = ("load", "rollout", "publish") if offloads else ("load",)
+    assert added == {name: 0 if name in without else base for name in one}
+
+
+def test_without_a_gpu_a_sampler_in_another_process_adds_no_frozen_weights(monkeypatch):
+    words = ["train_dataset.path=x", "reward.fn=gsm8k", "actor.path=Qwen/Qwen3-0.6B", *APART]
+    config, _ = prepare(None, [*words, "scheduler.processes=separate"], "plan")
+    device = Device("cpu", int(64 * GIB), "", False)
+    once = build_plan(config, device)
+    monkeypatch.setattr(Topology, "shares_base", False)
+    twice = build_plan(config, device)
+    added = {name: twice.host_bytes[name] - once.host_bytes[name] for name in once.host_bytes}
+    assert set(added.values()) == {4 * once.dims.num_params}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["allocation_mode=embedded:d1|archon:d1"], True),
+        ([*APART, *ONE_GPU], True),
+        ([*APART, "cluster.n_gpus_per_node=2", "scheduler.processes=separate"], False),
+        ([*APART, *ONE_GPU, "allocation_mode=embedded:d1+fsdp:d1"], False),
+        (["allocation_mode=embedded:d2|archon:d2", "cluster.n_gpus_per_node=2"], False),
+        (["allocation_mode=vllm:d1|archon:d1"], False),
+        ([*APART, *ONE_GPU, "scheduler.type=ray"], False),
+    ],
+)
+def test_frozen_weights_are_shared_by_one_learner_and_a_sampler_on_its_gpu(words, expected):
+    words = ["train_dataset.path=x", "reward.fn=gsm8k", "actor.path=Qwen/Qwen3-0.6B", *words]
+    config, _ = prepare(None, [*words, "actor.lora.rank=8"], "plan", gpu_memory=80)
+    assert topology(config, facts_of(config, "cuda")).shares_base is expected
 
 
 @pytest.mark.parametrize(("model", "is_offered"), [("Qwen3-8B", True), ("Qwen3-30B-A3B", False)])

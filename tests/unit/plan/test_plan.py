@@ -292,6 +292,34 @@ def test_the_backend_fsdp_holds_tables_and_logits_of_the_whole_vocabulary():
     assert lacking == table - table // 4
 
 
+def test_passes_of_small_models_are_captured_where_a_gpu_has_ample_room():
+    def chosen(*keys, memory=80.0):
+        base = ["actor.path=Qwen/Qwen3-0.6B", "actor.mb_spec.max_tokens_per_mb=8192"]
+        base += ["train_dataset.max_length=512", "rollout.kv_cache_gb=4"]
+        config, notes = prepare(None, [*base, *keys], "plan", memory)
+        plan = build_plan(config, choose_device(config, memory))
+        return plan, [note for note in notes if "cuda_graphs" in note]
+
+    plan, notes = chosen()
+    without, _ = chosen("actor.archon.cuda_graphs=false")
+    (mine,), (other,) = plan.trainers, without.trainers
+    assert (mine.training.captures, other.training.captures, notes) == (True, False, [])
+    for name in ("rollout", "backward", "optimizer"):
+        phase = mine.phases[0][name].device
+        assert phase["captured passes"] > 8192 * 28 * 1024
+        assert phase["gradients"] == 4 * plan.dims.num_params
+        assert "captured passes" not in other.phases[0][name].device
+    edge = plan.peak_bytes / GIB / KEEPING_SHARE
+    assert chosen(memory=edge + 0.1)[0].trainers[0].training.captures
+    tight, (note,) = chosen(memory=edge - 0.1)
+    assert not tight.trainers[0].training.captures
+    assert note.startswith("actor.archon.cuda_graphs = false: with captured passes ")
+    told, notes = chosen("actor.archon.cuda_graphs=true", memory=edge - 0.1)
+    assert (told.trainers[0].training.captures, notes) == (True, [])
+    offloaded, _ = chosen("offload_train=true")
+    assert not offloaded.trainers[0].training.captures
+
+
 def test_runs_choose_for_the_gpu_that_is_here():
     keys = ["actor.path=Qwen/Qwen3-0.6B", "allocation_mode=archon:d1"]
     config, _ = resolve(load_config(None, [*keys, "train_dataset.max_length=2048"]))

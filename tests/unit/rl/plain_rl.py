@@ -200,6 +200,14 @@ def correction_weight(log_ratios, i, kind, level, cap, floor):
     return ratio if floor <= ratio <= cap else 0.0
 
 
+def binary_kl(logp, logq):
+    """The larger divergence between (p, 1 - p) and (q, 1 - q), of numbers."""
+    p, q = math.exp(logp), math.exp(logq)
+    other = math.log(max(1 - p, 1e-6) / max(1 - q, 1e-6))
+    one_way = p * (logp - logq) + max(1 - p, 1e-6) * other
+    return max(one_way, q * (logq - logp) - max(1 - q, 1e-6) * other)
+
+
 # verl's rollout correction (docs/algo/rollout_corr.md), per token, on 0-dim tensors.
 
 

@@ -1,6 +1,5 @@
 """The table of algorithms: names, defaults, and overrides, with what is refused of them."""
 
-import dataclasses
 import json
 
 import pytest
@@ -10,33 +9,32 @@ from pentad.core.errors import UserError
 from pentad.planner.prepare import prepare
 from pentad.rl import losses
 from pentad.rl.algorithms import (
-    ALGORITHMS,
     build_policy_loss,
     build_value_loss,
 )
-from pentad.rl.facts import unused_settings
+from pentad.rl.facts import FACTS, unused_settings
 from pentad.rl.section import AlgorithmConfig
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", FACTS)
 def test_every_entry_gives_settings_and_losses(name):
     settings = settings_for(name)
-    entry = ALGORITHMS[name]
+    entry = FACTS[name]
     assert settings.name == name and settings.facts.scope == entry.scope
     assert entry.paper.startswith("https://") and entry.text.endswith(".")
     loss = build_policy_loss(settings)
-    own = {"icepop": {"rollout_logprobs"}, "kl_cov": {"penalised"}}
+    own = {"icepop": {"rollout_logprobs"}, "kpop": {"rollout_logprobs"}, "kl_cov": {"penalised"}}
     own["m2po"] = {"actor_logprobs", "rollout_logprobs"}
     assert set(loss.columns) == {"weights", "advantages"} | own.get(name, set())
     assert not loss.needs_entropy
     if settings.facts.needs_critic:
         assert "returns" in build_value_loss(settings).columns
-    json.dumps(dataclasses.asdict(settings))  # plain data, can be sent anywhere
+    assert AlgorithmConfig.model_validate_json(settings.model_dump_json()) == settings
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", FACTS)
 def test_an_algorithm_reads_its_own_defaults(name):
-    assert not set(ALGORITHMS[name].defaults) & set(unused_settings(ALGORITHMS[name]))
+    assert not set(FACTS[name].defaults) & set(unused_settings(FACTS[name]))
 
 
 def test_defaults_are_those_of_the_papers():
@@ -48,7 +46,7 @@ def test_defaults_are_those_of_the_papers():
     assert settings_for("dapo").dynamic_filter and settings_for("dapo").overlong_penalty == 1
     assert settings_for("ppo").facts.needs_critic and settings_for("ppo").lam == 0.95
     assert settings_for("distill").needs_tags == {"teacher"}
-    assert not any(settings_for(name).needs_ref for name in ALGORITHMS)
+    assert not any(settings_for(name).needs_ref for name in FACTS)
 
 
 def test_none_keeps_the_default_and_values_override_it():
@@ -143,4 +141,4 @@ def test_an_explicit_off_is_no_contradiction():
 
 def test_every_tunable_can_be_set_somewhere():
     for name in set(AlgorithmConfig.model_fields) - {"name"}:
-        assert any(name not in unused_settings(entry) for entry in ALGORITHMS.values()), name
+        assert any(name not in unused_settings(entry) for entry in FACTS.values()), name

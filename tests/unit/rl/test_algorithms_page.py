@@ -10,15 +10,16 @@ import torch
 from plain_rl import Plain
 from ragged_batches import make_groups
 
-from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows
-from pentad.rl.section import AlgorithmSettings
+from pentad.rl.algorithms import FUNCTIONS, build_policy_loss, make_rows
+from pentad.rl.facts import FACTS
+from pentad.rl.section import AlgorithmConfig
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text() + (DOCS / "adding-an-algorithm.md").read_text()
 
 
 def line_of(name):
-    entry = ALGORITHMS[name]
+    entry = FACTS[name]
     needs = {"critic": entry.needs_critic, "teacher": entry.needs_teacher}
     models = ", ".join(model for model in needs if needs[model]) or "-"
     defaults = ", ".join(f"{key}={value}" for key, value in entry.defaults.items())
@@ -27,30 +28,31 @@ def line_of(name):
     return f"| {' | '.join(cells)} |"
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", FACTS)
 def test_the_page_has_the_line_of_every_entry(name):
     assert line_of(name) in PAGE
 
 
 def test_the_page_has_no_other_entries():
     table = PAGE[: PAGE.index("## What the settings do")]
-    assert re.findall(r"^\| (\w+) \| [A-Z]", table, re.MULTILINE) == list(ALGORITHMS)
+    assert re.findall(r"^\| (\w+) \| [A-Z]", table, re.MULTILINE) == list(FACTS)
 
 
 def test_the_worked_example_runs_and_equals_its_formula():
     code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert code is not None
-    known = dict(ALGORITHMS)
+    known, functions = dict(FACTS), dict(FUNCTIONS)
     try:
         exec(compile(code[1], "docs/algorithms.md", "exec"), {})
-        (name,) = set(ALGORITHMS) - set(known)
+        (name,) = set(FACTS) - set(known)
         groups = make_groups(np.random.default_rng(2), [3, 2, 4])
-        settings = AlgorithmSettings.of(name, ALGORITHMS[name], {})
+        settings = AlgorithmConfig.model_construct(name=name, **FACTS[name].defaults)
         rows = make_rows(groups, settings, max_new_tokens=8)
         assert build_policy_loss(settings).columns == ("weights", "advantages")
     finally:
-        ALGORITHMS.clear()
-        ALGORITHMS.update(known)
+        for table, before in ((FACTS, known), (FUNCTIONS, functions)):
+            table.clear()
+            table.update(before)
     samples = [
         Plain(g.gid, s.reward, s.mask.tolist(), [0.0] * s.ids.size)
         for g in groups

@@ -10,7 +10,8 @@ from sections import settings_for
 
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt, Sample, TokenOutputs
-from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows
+from pentad.rl.algorithms import build_policy_loss, make_rows
+from pentad.rl.facts import FACTS
 from pentad.rl.kl import MAX_K3_SLOPE, estimate_kl
 
 ONE = torch.ones(1, dtype=torch.bool)
@@ -55,7 +56,7 @@ def token_gradient(name, logprob, old, advantage, **overrides):
     return value.item(), torch.autograd.grad(value, logprobs)[0].item()
 
 
-RATIO = [name for name in ALGORITHMS if settings_for(name).facts.ratio_level != "none"]
+RATIO = [name for name in FACTS if settings_for(name).facts.ratio_level != "none"]
 
 
 @pytest.mark.parametrize("name", RATIO)
@@ -75,7 +76,7 @@ def test_the_dual_clip_acts_beyond_3_and_only_there():
     assert slope == pytest.approx(3.1, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", FACTS)
 @pytest.mark.parametrize("correction", ["none", "tis"])
 def test_an_impossible_token_has_a_finite_loss_and_no_gradient(name, correction):
     for advantage in (-1.0, 1.0):

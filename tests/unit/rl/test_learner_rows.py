@@ -10,7 +10,8 @@ from sections import settings_for
 
 from pentad.core.errors import RunError
 from pentad.core.types import Group, Prompt
-from pentad.rl.algorithms import ALGORITHMS, make_rows
+from pentad.rl.algorithms import make_rows
+from pentad.rl.facts import FACTS
 
 EVERYTHING = ("actor_logprobs", "ref_logprobs", "teacher_logprobs", "values")
 
@@ -222,7 +223,7 @@ def test_columns_that_are_not_finite_or_not_aligned_are_refused(rng):
         make_rows([group], settings_for("grpo"), max_new_tokens=8)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", FACTS)
 def test_a_batch_without_any_sampled_token_makes_rows_that_weigh_nothing(rng, name):
     samples = [make_sample(rng, [False, False], columns=EVERYTHING) for _ in range(2)]
     group = Group(Prompt(0, (1,), {}), samples)

@@ -7,7 +7,8 @@ from ragged_batches import ListSegments
 from sections import settings_for
 
 from pentad.core.types import Group, Prompt, Sample, TokenOutputs
-from pentad.rl.algorithms import ALGORITHMS, build_policy_loss, make_rows
+from pentad.rl.algorithms import build_policy_loss, make_rows
+from pentad.rl.facts import FACTS
 
 VOCAB, GOOD, LENGTH, NUM_STEPS = 6, 2, 3, 30
 TEACHER = torch.full((VOCAB,), 0.02).index_fill(0, torch.tensor(GOOD), 0.9).log()
@@ -33,7 +34,7 @@ def draw(rng, logits):
     )
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", FACTS)
 def test_the_rewarded_token_becomes_likely(name):
     rng = np.random.default_rng(0)
     settings = settings_for(name, correction="tis")

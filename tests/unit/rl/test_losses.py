@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_batches import ListSegments
+from sections import settings_for
 
 from pentad.core.errors import RunError
 from pentad.core.types import TokenOutputs
@@ -214,6 +215,31 @@ def test_rejection_drops_what_left_the_sampler_beside_any_weight(batch, level, b
     correction = Correction(kind="tis" if weighs else "none")
     kwargs = {"rejection": rejection, "correction": correction, "needs_old_logprobs": True}
     assert_same(batch, policy(losses.clipped, Clip(), **kwargs), expected)
+
+
+@quick
+@given(batch=microbatches, most=st.sampled_from([0.001, 0.1]))
+def test_kpop_drops_tokens_by_the_divergence_of_two_outcomes(batch, most):
+    expected, c = zero(), batch.columns
+    for steps in batch.sequences():
+        for t in steps:
+            pair = float(c["actor_logprobs"][t]), float(c["rollout_logprobs"][t])
+            kept = plain_rl.binary_kl(*pair) <= most
+            ratio = plain_rl.exp(batch.logprobs[t] - c["actor_logprobs"][t])
+            term = plain_rl.ppo_term(ratio, c["advantages"][t], 0.2, 0.2)
+            expected = expected + c["weights"][t] * kept * term
+    rejection = settings_for("kpop", rejection_kl=most).rejection_settings
+    kwargs = {"rejection": rejection, "needs_old_logprobs": True}
+    assert_same(batch, policy(losses.clipped, Clip(), **kwargs), expected)
+
+
+def test_kpop_keeps_large_ratios_of_rare_tokens_only():
+    mask, segments = torch.ones(6, dtype=torch.bool), ListSegments([6])
+    p = torch.tensor([1e-3, 0.9, 0.999999999, 1.0, 0.5, 1e-30], dtype=torch.float64)
+    q = torch.tensor([1e-2, 0.5, 1.0, 1.0, 0.1, 1.0], dtype=torch.float64)
+    rejection = settings_for("kpop").rejection_settings
+    _, outside = correction_weights(p.log(), q.log(), mask, segments, rejection)
+    assert outside.tolist() == [False, True, False, False, True, True]
 
 
 def test_a_weighted_kl_term_is_the_divergence_whoever_drew_the_tokens():

@@ -8,11 +8,11 @@ from sections import settings_for
 
 from pentad.core.types import TokenOutputs
 from pentad.rl.algorithms import (
-    ALGORITHMS,
     build_policy_loss,
     build_value_loss,
     make_rows,
 )
+from pentad.rl.facts import FACTS
 from pentad.rl.shaping import normalise
 
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1]).bool()
@@ -70,7 +70,7 @@ COLUMNS = ("actor_logprobs", "ref_logprobs", "teacher_logprobs", "values")
 
 CASES = [
     (name, loss_norm, ("token", "sequence", "geometric")[(i + j) % 3])
-    for i, name in enumerate(ALGORITHMS)
+    for i, name in enumerate(FACTS)
     for j, loss_norm in enumerate(("token", "sequence", "group", "constant"))
 ]
 

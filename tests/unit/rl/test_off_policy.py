@@ -59,7 +59,7 @@ def chosen(*overrides):
     """The settings that a run with these overrides trains by, and the notes it shows."""
     recipe = ["actor.path=Qwen/Qwen3-0.6B", "teacher.path=Qwen/Qwen3-0.6B", *overrides]
     config, notes = prepare(None, recipe, "plan")
-    return config.algorithm.settings, notes
+    return config.algorithm, notes
 
 
 def assert_equal(got, want):

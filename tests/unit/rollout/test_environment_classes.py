@@ -19,8 +19,14 @@ from pentad.rollout.executor import load_workflow
 from pentad.rollout.schemas import schema_of
 
 COUNTER = '''
-import os, time
+import contextlib, json, os, socket, struct, time
 
+FORGED = {
+    "refuse": [{"error": n, "reason": {"kind": "UserError", "problems": ["forged"]}}
+               for n in range(9)],
+    "confuse": [{"error": n, "reason": []} for n in range(9)],
+    "mumble": [{"answer": n, "value": [1, {"value": 3}]} for n in range(9)],
+}
 
 class Counter:
     """Counts up to a goal."""
@@ -56,6 +62,13 @@ class Counter:
             os._exit(3)
         if how == "flood":
             return "x" * 1_000_000
+        if how in FORGED:
+            head, text = b"[0,[]]", json.dumps(FORGED[how]).encode()
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                with contextlib.suppress(OSError):
+                    sock = socket.socket(fileno=os.dup(fd))
+                    sock.send(struct.pack("!IIQ", len(head), len(text), 0) + head + text)
+            time.sleep(600)
         raise ValueError("as it was told to")
 
 
@@ -207,17 +220,42 @@ def test_bad_calls_and_tools_that_raise_are_text_to_the_policy(made, play):
     raises = CALL % ("misbehave", '{"how": "raise"}')
     calls = [CALL % ("nothing", "{}"), CALL % ("increment", "2"), "<tool_call>{</tool_call>"]
     floods = CALL % ("misbehave", '{"how": "flood"}')
-    [sample] = play(made("Counter"), [calls[0] + calls[1], calls[2], raises, floods, "done"])
+    named = CALL % ("increment", '{"__array__": 0}')
+    answers = [calls[0] + calls[1], calls[2], raises, floods, named, "done"]
+    [sample] = play(made("Counter"), answers)
     texts = [text for role, text in sample.turns if role == "tool"]
     assert all(text.startswith("error: give a name of ['increment'") for text in texts[:3])
     assert texts[3] == "error: ValueError: as it was told to"
     assert len(texts[4]) < 33_000
     assert texts[4].endswith("[1000000 characters, the first 32768 are shown]")
+    assert "unexpected keyword argument '__array__'" in texts[5], "a name of our frames"
+
+
+LOOPS = """import asyncio, threading
+class Loops:
+    def reset(self):
+        self.found = {}
+    def find(self, name: str) -> str:
+        'Finds a name.'
+        self.found[name] = threading.current_thread() is threading.main_thread()
+        return asyncio.run(asyncio.sleep(0, "ran"))
+    def get_reward(self):
+        return float(self.found["__array__"])
+"""
+
+
+def test_a_method_runs_in_a_main_thread_without_an_event_loop(made, play):
+    find = CALL % ("find", '{"name": "__array__"}')
+    [sample] = play(made("Loops", LOOPS), [find, "done"])
+    assert sample.turns[1] == ("tool", "ran") and sample.reward == 1.0
 
 
 @pytest.mark.parametrize(
     ("how", "part", "reward", "limit_s"),
-    [("hang", "tool_timeout", 0.0, 5.0), ("die", "workflow_error", 1.0, 60.0)],
+    [
+        ("hang", "tool_timeout", 0.0, 5.0),
+        *((how, "workflow_error", 1.0, 60.0) for how in ("die", "refuse", "confuse", "mumble")),
+    ],
 )
 def test_a_tool_that_hangs_or_dies_ends_its_own_episode(made, play, how, part, reward, limit_s):
     bad = CALL % ("misbehave", f'{{"how": "{how}"}}')
@@ -257,6 +295,13 @@ REFUSED = {
     ),
     "an object that cannot be made": ("def __init__(self): 1 / 0", "cannot be made.*ZeroDivision"),
 }
+
+
+def test_a_class_that_writes_to_the_connection_when_it_is_imported_is_refused(made):
+    source = "import os\nfor fd in range(3, 99):\n    try: os.write(fd, bytes(99))\n"
+    source += "    except OSError: pass\nclass Bad: pass\n"
+    with pytest.raises(UserError, match="wrote to the descriptor of its connection"):
+        made("Bad", source)
 
 
 def children():

@@ -17,9 +17,9 @@ import pytest
 
 from pentad.core import scratch
 from pentad.core.errors import UserError
-from pentad.rewards import sandbox
 from pentad.rewards.sandbox import JobFailed, Sandbox
 from pentad.rewards.section import RewardConfig
+from pentad.runtime import process
 
 FILE = Path(__file__).with_name("hostile.py")
 sys.path.append(str(FILE.parent))
@@ -159,6 +159,22 @@ def test_a_cancelled_job_is_ended_and_its_worker_kept(tmp_path):
         wait_until_dead(int((tmp_path / "pid").read_text()))
 
     with_pool(use, num_workers=1)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_job_that_is_cancelled_at_once_holds_up_no_other(tmp_path, turns):
+    """The end of the job may be in the message that asks for it."""
+
+    async def use(pool):
+        job = {"path": str(tmp_path / "pid"), "seconds": 600}
+        task = asyncio.create_task(pool.run(spec("sleep"), job, 600.0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        async with asyncio.timeout(60):
+            return await pool.run(spec("fine"), {"x": 1})
+
+    assert with_pool(use, num_workers=1)["x"] == 1
 
 
 def test_a_worker_that_is_killed_is_replaced_and_its_job_says_so(tmp_path, caplog):
@@ -340,8 +356,8 @@ def test_a_program_sees_none_of_the_runs_secrets(monkeypatch):
 def test_protections_are_tried_out_before_the_first_job(monkeypatch):
     """A worker whose filter lets everything pass is found out by its effect."""
     allow_all = r"c.build_filter = lambda **k: b'\x06\0\0\0\0\0\xff\x7f'"
-    spoilt = f"import pentad.rewards.confine as c; {allow_all}; from pentad"
-    monkeypatch.setattr(sandbox, "BOOT", sandbox.BOOT.replace("from pentad", spoilt))
+    spoilt = f"import pentad.rewards.confine as c; {allow_all}; "
+    monkeypatch.setattr(process, "BOOT", process.BOOT + spoilt)
     with pytest.raises(UserError, match="does not offer: processes.* a job can start processes"):
         asyncio.run(pool_of(isolate=True).start())
 

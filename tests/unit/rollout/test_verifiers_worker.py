@@ -51,7 +51,6 @@ def test_an_episode_is_answered_however_it_ends(episode, answer, monkeypatch):
         server = worker.EpisodeServer(Environment(), writer)
         serving = asyncio.create_task(server.serve(reader))
         streams = await asyncio.open_unix_connection(sock=ours)
-        assert await streams[0].readline() == b'{"ready": true}\n'
         connection = Connection("verifiers", *streams, generation=0)
         try:
             async with asyncio.timeout(10):

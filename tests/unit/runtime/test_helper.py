@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pentad.core.specs import load
-from pentad.runtime.helper import END, Descriptor, Died, Helper, memory_file
+from pentad.runtime.helper import END, Descriptor, Died, Helper, HelperPool, memory_file
 
 TARGET = f"{__name__}:serve"
 
@@ -201,6 +201,21 @@ def test_calls_that_take_longer_than_close_waits_fail(helper):
 def test_it_imports_what_its_parent_can(helper):
     """This module is on no path of a new interpreter."""
     assert set(filter(None, sys.path)) <= set(helper.call("path").result(60))
+
+
+@pytest.mark.usefixtures("started_warm")
+def test_a_pool_runs_functions_and_names_how_a_process_was_lost():
+    pool = HelperPool(2)
+    own = os.getpid()
+    found = [pool.submit(os.getppid), pool.submit(divmod, 7, 2), pool.submit(int, "10", base=2)]
+    assert [future.result(60) for future in found] == [own, (3, 1), 2]
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(divmod, 1, 0).result(60)
+    with pytest.raises(Died, match="a worker process ended with exit code 3"):
+        pool.submit(os._exit, 3).result(60)
+    pool.submit(time.sleep, 600)
+    pool.shutdown(cancel_futures=True)
+    assert not any(helper.child.is_running for helper in pool.helpers)
 
 
 PARENT = """

@@ -41,6 +41,18 @@ def test_the_code_is_known_after_the_process_was_ended(start):
     assert process.code == -signal.SIGKILL
 
 
+def test_a_stopped_process_without_a_session_of_its_own_is_ended():
+    """A fork may be stopped before it has made one: then no signal to the session reaches it."""
+    process = Child(sleeper())
+    process.send(signal.SIGSTOP)
+    ending = threading.Thread(target=process.end, daemon=True)
+    ending.start()
+    ending.join(10)
+    is_ended = not ending.is_alive()
+    process.send(signal.SIGKILL)
+    assert is_ended and process.code == -signal.SIGKILL
+
+
 def test_the_code_is_known_while_another_thread_ends_the_process():
     for _ in range(5):
         process, failures, done = Child(sleeper()), [], threading.Event()

@@ -112,7 +112,7 @@ def test_every_metric_of_rl_has_its_field():
     from pentad.rl import metrics
     from pentad.rl.section import AlgorithmConfig
 
-    settings = AlgorithmConfig().settings
+    settings = AlgorithmConfig()
     found = metrics.compute_metrics([], [], [], settings, stats={})
     assert found.keys() <= {entry.name for entry in dataclasses.fields(Rl)}
 

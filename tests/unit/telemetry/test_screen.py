@@ -16,8 +16,8 @@ from pentad.core.errors import one_line
 from pentad.telemetry.record import Rl, StepRecord
 from pentad.telemetry.screen import (
     LiveScreen,
-    Picture,
     PlainScreen,
+    Screen,
     clock,
     draw,
     number,
@@ -64,11 +64,11 @@ def drawn(picture, width=80, **options):
 
 @pytest.fixture
 def picture():
-    made = Picture("sort-digits/trial-0", 120)
+    made = Screen("sort-digits/trial-0", 120)
     for step in range(1, 61):
-        made.add(rl_record(step, reward=step / 60))
+        made.step(rl_record(step, reward=step / 60))
     made.evals.extend(EVALS)
-    made.take_samples([sample("best"), sample("worst", 0.0, "9\n" * 200, "7" * 900)])
+    made.samples([sample("best"), sample("worst", 0.0, "9\n" * 200, "7" * 900)])
     return made
 
 
@@ -95,29 +95,29 @@ def test_the_live_picture_says_what_the_records_say(picture):
 
 
 def test_a_picture_without_any_record_can_be_drawn():
-    assert "step 0/10" in drawn(Picture("x", 10)) and "starting" in drawn(Picture("x", 10))
+    assert "step 0/10" in drawn(Screen("x", 10)) and "starting" in drawn(Screen("x", 10))
 
 
 def test_sft_shows_the_loss_and_no_empty_columns():
-    picture = Picture("sft", 10)
-    picture.add(StepRecord(step=1, loss=2.5, grad_norm=1.0, wall_clock_ms=100.0).as_json())
-    picture.add(StepRecord(step=10, loss=1.5, grad_norm=1.0, wall_clock_ms=100.0).as_json())
+    picture = Screen("sft", 10)
+    picture.step(StepRecord(step=1, loss=2.5, grad_norm=1.0, wall_clock_ms=100.0).as_json())
+    picture.step(StepRecord(step=10, loss=1.5, grad_norm=1.0, wall_clock_ms=100.0).as_json())
     text = drawn(picture)
     assert "loss" in text and "2.500 -> 1.500" in text and "done" in text
     assert "reward" not in text and "clip%" not in text
 
 
 def test_a_value_that_is_missing_is_a_dash_not_a_zero():
-    picture = Picture("x", 10)
-    picture.add(rl_record(1))
-    picture.add(rl_record(2, grad_norm=float("nan")))
+    picture = Screen("x", 10)
+    picture.step(rl_record(1))
+    picture.step(rl_record(2, grad_norm=float("nan")))
     row = next(line for line in drawn(picture).splitlines() if line.strip().startswith("2 "))
     assert " - " in row
 
 
 def test_plain_lines_are_aligned_and_fit_80_columns():
     out = io.StringIO()
-    screen = PlainScreen(Picture("sort-digits/trial-0", 120), out)
+    screen = PlainScreen("sort-digits/trial-0", 120, out)
     screen.evaluation(EVALS[0])
     for step in range(1, 31):
         screen.samples([sample("best"), sample("worst", 0.0, text="7" * 900)])
@@ -200,7 +200,7 @@ def test_a_terminal_gets_the_live_table_and_messages_above_it():
 def test_a_live_screen_draws_on_any_console():
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, legacy_windows=False)
-    screen = LiveScreen(Picture("x", 2), console)
+    screen = LiveScreen("x", 2, console)
     screen.step(rl_record(1))
     screen.evaluation(EVALS[0])
     screen.samples([sample("best")])
@@ -245,7 +245,7 @@ def test_small_parts():
 
 def test_plain_lines_have_a_step_before_the_figure_of_its_weights():
     out = io.StringIO()
-    screen = PlainScreen(Picture("run", 4), out)
+    screen = PlainScreen("run", 4, out)
     screen.evaluation({"version": 0, "accuracy": 0.1})
     screen.step({"step": 1, "loss": 1.0})
     screen.evaluation({"version": 2, "accuracy": 0.2})  # it is ready before the record of step 2
@@ -270,7 +270,7 @@ def test_turns_of_a_conversation_have_a_line_each():
 
 
 def test_a_step_under_way_is_shown_until_it_is_recorded():
-    picture = Picture("run", 4)
+    picture = Screen("run", 4)
     picture.under_way = "step 1, 11 s: 3 of 8 groups sampled, 4,812 tokens"
 
     def text():
@@ -279,12 +279,12 @@ def test_a_step_under_way_is_shown_until_it_is_recorded():
         return console.file.getvalue()
 
     assert "step 1, 11 s: 3 of 8 groups sampled, 4,812 tokens" in text()
-    picture.add({"step": 1, "loss": 1.0})
+    picture.step({"step": 1, "loss": 1.0})
     assert "groups sampled" not in text()
 
 
 def test_plain_lines_have_whole_steps_alone():
     out = io.StringIO()
-    screen = PlainScreen(Picture("run", 4), out)
+    screen = PlainScreen("run", 4, out)
     screen.progress("step 1, 11 s: 3 of 8 groups sampled")
     assert "sampled" not in out.getvalue()

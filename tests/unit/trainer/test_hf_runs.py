@@ -62,6 +62,7 @@ FAMILIES = {
     },
     "qwen3": {},
     "mamba": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 
 
@@ -271,7 +272,7 @@ def test_servers_take_weights_of_models_without_a_model_file(task):
 
 
 def test_refusals_come_before_anything_is_started(task, tmp_path):
-    with pytest.raises(UserError, match="carry state or convolve"):
+    with pytest.raises(UserError, match="is not a body followed by a head"):
         sft(task, tmp_path, "mamba", "allocation_mode=fsdp:d1", "actor.init_from_scratch=true")
     assert not (tmp_path / "logs").exists()
     with pytest.raises(UserError, match=r"strict = true.*fsdp:d1 trains without one"):
@@ -306,7 +307,58 @@ def test_plan_rejects_a_type_with_transformers_reason(task, allocation):
     args = ["plan", f"actor.path={task / 'mamba'}", f"allocation_mode={allocation}", *shared]
     said = CliRunner().invoke(app, args)
     assert said.exit_code == 2, said.output
-    assert "model_type = mamba: its layers carry state or convolve" in said.output
+    reason = "model_type = mamba: its forward is not a body followed by a head"
+    assert said.output.count(reason) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("allocation_mode=fsdp:d1", None),
+        ("allocation_mode=embedded:d1|fsdp:d1", "which the embedded sampler's cache does not hold"),
+        ("allocation_mode=fsdp:d1t2", "only d is supported"),
+        ("actor.lora.rank=2", "actor.lora: layers of lfm2 use some of their matrices"),
+    ],
+)
+def test_plan_and_start_reject_what_layers_with_state_lack(task, tmp_path, given, reason):
+    shared = [f"train_dataset.path={task / 'sft.jsonl'}", "gconfig.max_new_tokens=8"]
+    args = [f"actor.path={task / 'lfm2'}", "allocation_mode=fsdp:d1", *shared, given]
+    said = CliRunner().invoke(app, ["plan", *args])
+    assert said.exit_code == (2 if reason else 0), said.output
+    assert reason is None or reason in said.output
+    if reason and "embedded" in given:
+        with pytest.raises(UserError, match=reason):
+            rl(task, tmp_path, "lfm2", given)
+        assert not (tmp_path / "logs").exists()
+
+
+def test_layers_with_state_are_not_compiled_unasked(task):
+    args = [f"actor.path={task / 'lfm2'}", f"train_dataset.path={task / 'sft.jsonl'}"]
+    args += ["allocation_mode=fsdp:d1", "gconfig.max_new_tokens=8", "--gpu-memory=80"]
+    assert CliRunner().invoke(app, ["plan", *args]).exit_code == 0
+    said = CliRunner().invoke(app, ["plan", *args, "actor.archon.enable_compile=true"])
+    assert said.exit_code == 2, said.output
+    assert "enable_compile = true: layers of lfm2 carry state" in said.output
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("allocation_mode=vllm:t4|fsdp:d4", None),
+        ("allocation_mode=vllm:t4|fsdp:d2t2", "fsdp splits them only by d"),
+        ("actor.lora.rank=2", "actor.lora: layers of qwen3_next use some of their matrices"),
+        ("actor.archon.enable_compile=true", "fsdp does not compile them"),
+    ],
+)
+def test_rules_know_what_fsdp_does_with_gated_delta_nets(given, reason):
+    path = "actor.path=Qwen/Qwen3-Next-80B-A3B-Instruct"
+    more = [path, "allocation_mode=vllm:t4|fsdp:d4", given]
+    text = ""
+    try:
+        prepare(None, more, "plan", gpu_memory=1000.0)
+    except UserError as error:
+        text = str(error)
+    assert reason in text if reason else not text
 
 
 def test_eval_runs_a_model_without_a_model_file(task):

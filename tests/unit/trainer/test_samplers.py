@@ -9,6 +9,8 @@ from rule_checks import start_facts
 
 from pentad.cli.plan import as_dict
 from pentad.config.resolve import with_absolute_paths
+from pentad.config.rules.check import check
+from pentad.config.rules.rule import RunFacts
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import RunError, UserError
@@ -23,7 +25,6 @@ from pentad.trainer.processes import supervisor
 from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.rank.service import LearnerService
 from pentad.trainer.sampling.samplers import (
-    capability_problems,
     server_problems,
     server_settings,
 )
@@ -126,9 +127,10 @@ def test_more_gpus_than_there_are_is_refused(config):
 
 def test_what_a_sampler_lacks_is_held_against_what_the_run_needs(config):
     asked = config("gconfig.stop=[END]", "offload_rollout=true")
-    can = frozenset({"pause", "sleep", "stop_strings"})
-    assert capability_problems(asked, "vllm-0", can) == []
-    said = [str(p) for p in capability_problems(asked, "vllm-0", frozenset({"pause"}))]
+    facts = RunFacts(command="train", samplers={"vllm-0": ("pause", "sleep", "stop_strings")})
+    assert check(asked, facts, stage="open") == []
+    facts = RunFacts(command="train", samplers={"vllm-0": ("pause",)})
+    said = [str(problem) for problem in check(asked, facts, stage="open")]
     assert said == [
         "offload_rollout = true: vllm-0 cannot sleep; leave it out.",
         "gconfig.stop = ['END']: vllm-0 cannot stop strings; use stop_token_ids.",

@@ -7,6 +7,7 @@ import torch
 from pentad.core.device import DTYPES
 from pentad.models.conversion import Conversion, convert
 from pentad.models.families import dims_of, map_of
+from pentad.runtime.helper import HelperPool
 from pentad.weights.hf import HfFolder, plan_folder, save_folder
 from pentad.weights.regions import full_box
 from pentad.weights.transfer import TensorInfo
@@ -78,7 +79,8 @@ def run(source: Path, target: Path, to: str, **settings):
     processes = settings.pop("processes", 1)
     force = settings.pop("force", False)
     conversion = Conversion(source=str(source), target=str(target), to=to, **settings)
-    return convert(conversion, processes=processes, force=force)
+    pool = HelperPool(processes) if processes > 1 else None
+    return convert(conversion, pool=pool, force=force)
 
 
 def bytes_of_folder(folder: Path) -> dict[str, bytes]:

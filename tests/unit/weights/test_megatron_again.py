@@ -1,6 +1,7 @@
 """A stopped conversion starts again; a finished one is found; nothing else is touched."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from megatron_models import bytes_of_folder, hf_folder, run, tensors_of
 from pentad.core.errors import RunError, UserError
 from pentad.core.lock import holding
 from pentad.models import conversion_files
+from pentad.models.conversion import Conversion, convert
+from pentad.runtime.helper import HelperPool
 from pentad.weights.hf import HfFolder
 from pentad.weights.megatron import outputs
 from pentad.weights.megatron.outputs import LegacyOutput
@@ -191,6 +194,16 @@ def test_a_disk_that_is_too_small_is_told_before_writing(source, tmp_path, monke
     monkeypatch.setattr(conversion_files.shutil, "disk_usage", lambda path: little)
     with pytest.raises(UserError, match="the disk has 0 MiB left"):
         run(source, tmp_path / "mg", "legacy")
+
+
+@pytest.mark.usefixtures("started_warm")
+def test_a_lost_process_is_a_sentence_with_the_remedy(source, tmp_path):
+    conversion = Conversion(source=str(source), target=str(tmp_path / "mg"), to="legacy", **LAYOUT)
+    pool = HelperPool(2)
+    pool.submit = lambda *_: HelperPool.submit(pool, os._exit, 9)
+    with pytest.raises(RunError, match="worker process ended with exit code 9; run it again"):
+        convert(conversion, pool=pool)
+    assert not (tmp_path / "mg").exists()
 
 
 def test_memory_needed_is_one_file(source, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from megatron_models import (
     run,
     tensors_of,
 )
+from tables import table
 from torch.distributed.checkpoint import load as dcp_load
 
 from pentad.core.errors import UserError
@@ -37,11 +38,28 @@ EXPERT = [
 EXPERT_KEY = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 
 
+OPTIONS = [{}, {"spec": "local", "tp": 4}, {"separate_layers": True}]
+
+
 def layouts_of(kind):
-    return DENSE + (EXPERT if "num_experts" in MODELS[kind] else [])
+    return [DENSE, EXPERT] if "num_experts" in MODELS[kind] else [DENSE]
 
 
-GRID = [(kind, sizes) for kind in MODELS for sizes in layouts_of(kind)]
+GRID = [(kind, sizes) for kind in MODELS for some in layouts_of(kind) for sizes in some]
+DIST = [(kind, options) for kind in MODELS for options in OPTIONS]
+
+
+def in_turn(kind, choices):
+    """One of them for each kind of model, which does not change how files are cut."""
+    return choices[list(MODELS).index(kind) % len(choices)]
+
+
+GRID_REST = [
+    (kind, sizes)
+    for kind, sizes in GRID
+    if sizes not in [in_turn(kind, some) for some in layouts_of(kind)]
+]
+DIST_REST = [(kind, options) for kind, options in DIST if options != in_turn(kind, OPTIONS)]
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +68,14 @@ def folders(tmp_path_factory):
     return {kind: hf_folder(root / str(n), kind) for n, kind in enumerate(MODELS)}
 
 
-@pytest.mark.parametrize(("kind", "sizes"), GRID)
+@pytest.mark.parametrize(("kind", "sizes"), table(GRID, GRID_REST))
 def test_hf_to_legacy_to_hf_gives_the_same_bytes(folders, tmp_path, kind, sizes):
     run(folders[kind], tmp_path / "mg", "legacy", **sizes)
     run(tmp_path / "mg", tmp_path / "hf", "hf")
     assert bytes_of_folder(tmp_path / "hf") == bytes_of_folder(folders[kind])
 
 
-@pytest.mark.parametrize("options", [{}, {"spec": "local", "tp": 4}, {"separate_layers": True}])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "options"), table(DIST, DIST_REST))
 def test_hf_to_torch_dist_to_hf_gives_the_same_bytes(folders, tmp_path, kind, options):
     run(folders[kind], tmp_path / "mg", "torch_dist", shard_bytes=1 << 16, **options)
     run(tmp_path / "mg", tmp_path / "hf", "hf")
