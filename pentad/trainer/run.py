@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunInputs(ABC):
+class RunInputs:
     """The inputs of a run, read and checked."""
 
     command: Command
@@ -70,25 +70,13 @@ class RunInputs(ABC):
     roles: tuple[Role, ...]
     """Learners: the actor comes first."""
     evaluates: bool
+    open: Callable[[Run, AsyncExitStack], Awaitable[BatchSource]]
+    """Builds the learners and opens the source of batches; the stack closes it. Adds the source's
+    state to `run.recover` for checkpoints."""
+    describe_progress: Callable[[Run], str] = lambda run: describe_progress(run.config)
+    """Describes the progress of the run before its first step."""
     is_shown: bool = True
     """Whether messages and steps are shown on the screen; else they are in the run folder only."""
-
-    @abstractmethod
-    async def open(self, run: Run, stack: AsyncExitStack) -> BatchSource:
-        """Builds the learners and opens the source of batches; `stack` closes it. Adds the source's
-        state to `run.recover` for checkpoints."""
-
-    def describe_progress(self, run: Run) -> str:
-        """Describes the progress of the run before its first step."""
-        return describe_progress(run.config)
-
-    def summary(self, run: Run, model: Path | None) -> RunSummary:
-        """Returns the summary; RunError if the run stopped early. `model`: the last export."""
-        next_start = run.recover.next_start
-        run.stop.check_complete(run.trained, run.num_steps, model, next_start=next_start)
-        assert model is not None, "a complete run has steps"
-        evals = run.context.recorder.evaluations()
-        return RunSummary(run.context.folder.path, model, run.trained, evals)
 
 
 class BatchSource(ABC):
@@ -139,6 +127,14 @@ class BatchSource(ABC):
 
     def keep(self, trained: TrainedBatch) -> None:  # noqa: B027
         """Writes the kept files of a step, before its record."""
+
+    def summary(self, run: Run, model: Path | None) -> RunSummary:
+        """Returns the summary; RunError if the run stopped early. `model`: the last export."""
+        next_start = run.recover.next_start
+        run.stop.check_complete(run.trained, run.num_steps, model, next_start=next_start)
+        assert model is not None, "a complete run has steps"
+        evals = run.context.recorder.evaluations()
+        return RunSummary(run.context.folder.path, model, run.trained, evals)
 
 
 CheckInputs = Callable[[Config, torch.device], RunInputs]
@@ -208,7 +204,7 @@ class Run:
     async def run(self) -> RunSummary:
         with ExitStack() as stepping:
             try:
-                await self._train(stepping)
+                source = await self._train(stepping)
             except (Exception, asyncio.CancelledError) as error:
                 if cut := self._cut_short(error):
                     raise cut from None
@@ -221,9 +217,9 @@ class Run:
                 folders = finish_saves(self.recover, savers, self.trained, self.stop)
             except KeyboardInterrupt:
                 raise self._cut(step=None) from None
-        return self.inputs.summary(self, folders[0] if folders else None)
+        return source.summary(self, folders[0] if folders else None)
 
-    async def _train(self, stepping: ExitStack) -> None:
+    async def _train(self, stepping: ExitStack) -> BatchSource:
         """Runs all steps, without the last save. From the first step on, `stepping` has the signal
         handlers."""
         async with AsyncExitStack() as stack:
@@ -243,6 +239,7 @@ class Run:
             except asyncio.CancelledError:
                 self.learner.is_given_up = bool(self.stop.reason)
                 raise
+        return source
 
     def build(self, **given: Any) -> None:
         """Builds the models, on all ranks."""

@@ -65,17 +65,11 @@ class KeptGroups:
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeptInputs(RunInputs):
-    """The inputs of a run that only trains."""
-
-    data: KeptGroups
-
-    async def open(self, run: Run, stack: AsyncExitStack) -> KeptSource:
-        size = RunSize(run.num_steps, self.data.max_row_tokens)
-        await run.learner.run(partial(run.build, **asdict(size)))
-        run.recover.add("dataloader_info", "groups", Identity(self.data.state))
-        return KeptSource(run, self.data, run.context.batch_keeper(size))
+async def open_kept(kept: KeptGroups, run: Run, stack: AsyncExitStack) -> KeptSource:
+    size = RunSize(run.num_steps, kept.max_row_tokens)
+    await run.learner.run(partial(run.build, **asdict(size)))
+    run.recover.add("dataloader_info", "groups", Identity(kept.state))
+    return KeptSource(run, kept, run.context.batch_keeper(size))
 
 
 @dataclass(eq=False)
@@ -135,7 +129,7 @@ class KeptSource(BatchSource):
         self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
 
-def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
+def begin_train_only(config: Config, device: torch.device) -> RunInputs:
     """Checks everything the run reads; raises one UserError with every problem."""
     checks, dims = begin_checks(config, device, "train")
     kept = checks.attempt(lambda: open_groups(config))
@@ -149,13 +143,14 @@ def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
     assert dims and kept, "what failed has raised"
     roles = roles_of(config)
     start_run(config, roles)
-    return KeptInputs(
+    return RunInputs(
         command="train",
         title=config.algorithm.name,
         dims=dims,
         data=kept,
         roles=roles,
         evaluates=False,
+        open=partial(open_kept, kept),
     )
 
 

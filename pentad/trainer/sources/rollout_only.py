@@ -63,17 +63,18 @@ def run_rollout_only(
     return run_here(job, fresh=fresh)
 
 
-def begin_rollout_only(config: Config, device: torch.device) -> SampleInputs:
+def begin_rollout_only(config: Config, device: torch.device) -> RunInputs:
     checked = check_train(config, device)
     start_run(config, ("actor",))
-    return SampleInputs(
+    return RunInputs(
         command="train",
         title="rollout",
         dims=checked.dims,
         data=checked.stream,
         roles=(),
         evaluates=False,
-        checked=checked,
+        open=partial(open_samples, checked),
+        describe_progress=lambda run: f"{run.trained} steps are sampled",
     )
 
 
@@ -93,45 +94,27 @@ class NoLearner:
         """No cleanup needed between steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleInputs(RunInputs):
-    """The inputs of a run that only samples."""
-
-    checked: Checked
-
-    async def open(self, run: Run, stack: AsyncExitStack) -> SampleSource:
-        config, checked, context = run.config, self.checked, run.context
-        size = config.train_dataset.batch_size
-        budget = Budget(size, config.max_staleness, run.num_steps)
-        state = RunState(Ledger(size), MemoryStore(), budget, stop=run.stop)
-        servers = context.folder.file("servers/")
-        samplers = await SamplerOpener(
-            config, checked.dims, checked.tokenizer, context.device, servers, stack
-        ).open()
-        with announced(log, "weights for the samplers"):
-            first = first_weights(config, context.device)
-            await Publisher(list(samplers.values())).publish(first)
-        rewards = Scorers(stack)
-        executor = await open_executors(checked, samplers, rewards, stack, purpose="train")
-        placement = Placement(is_shared=False, max_staleness=config.max_staleness)
-        device_turns = DeviceTurns(placement, [])
-        rollout = rollout_pump(config, checked, state, executor, placement, device_turns)
-        scheduler = Scheduler(state.request_stop, watchdog_of(run, state, samplers), rollout)
-        batches = context.batch_keeper(size_of(config, checked, run.num_steps))
-        batches.facts["data"] = checked.stream.state()
-        return SampleSource(run, checked, state, scheduler, batches)
-
-    def describe_progress(self, run: Run) -> str:
-        return f"{run.trained} steps are sampled"
-
-    def summary(self, run: Run, model: Path | None) -> RunSummary:
-        """Returns the summary, with the folder of sampled groups in place of a model."""
-        folder = run.context.folder.file("batches/")
-        if run.trained < run.num_steps:
-            rest = f"after {run.trained} of {run.num_steps} steps, whose groups are in "
-            rest += f"{folder}; started again, it resumes there"
-            raise stopped(run.stop.reason, rest)
-        return RunSummary(run.context.folder.path, folder, run.trained)
+async def open_samples(checked: Checked, run: Run, stack: AsyncExitStack) -> SampleSource:
+    config, context = run.config, run.context
+    size = config.train_dataset.batch_size
+    budget = Budget(size, config.max_staleness, run.num_steps)
+    state = RunState(Ledger(size), MemoryStore(), budget, stop=run.stop)
+    servers = context.folder.file("servers/")
+    samplers = await SamplerOpener(
+        config, checked.dims, checked.tokenizer, context.device, servers, stack
+    ).open()
+    with announced(log, "weights for the samplers"):
+        first = first_weights(config, context.device)
+        await Publisher(list(samplers.values())).publish(first)
+    rewards = Scorers(stack)
+    executor = await open_executors(checked, samplers, rewards, stack, purpose="train")
+    placement = Placement(is_shared=False, max_staleness=config.max_staleness)
+    device_turns = DeviceTurns(placement, [])
+    rollout = rollout_pump(config, checked, state, executor, placement, device_turns)
+    scheduler = Scheduler(state.request_stop, watchdog_of(run, state, samplers), rollout)
+    batches = context.batch_keeper(size_of(config, checked, run.num_steps))
+    batches.facts["data"] = checked.stream.state()
+    return SampleSource(run, checked, state, scheduler, batches)
 
 
 @dataclass(eq=False)
@@ -216,6 +199,15 @@ class SampleSource(BatchSource):
             rl=rl_of(trained),
             funnel=Funnel(**asdict(trained.funnel)) if trained.funnel else None,
         )
+
+    def summary(self, run: Run, model: Path | None) -> RunSummary:
+        """Returns the summary, with the folder of sampled groups in place of a model."""
+        folder = run.context.folder.file("batches/")
+        if run.trained < run.num_steps:
+            rest = f"after {run.trained} of {run.num_steps} steps, whose groups are in "
+            rest += f"{folder}; started again, it resumes there"
+            raise stopped(run.stop.reason, rest)
+        return RunSummary(run.context.folder.path, folder, run.trained)
 
 
 def first_weights(config: Config, device: torch.device) -> Snapshot:

@@ -71,89 +71,81 @@ def run_train(
     return run_over_ranks(begin_train, LearnerService, config, notes, fresh, device)
 
 
-def begin_train(config: Config, device: torch.device) -> RolloutInputs:
+def begin_train(config: Config, device: torch.device) -> RunInputs:
     """Preparations before anything else, on any rank."""
     checked = check_train(config, device)
     roles = roles_of(config)
     start_run(config, roles)
-    return RolloutInputs(
+    return RunInputs(
         command="train",
         title=config.algorithm.name,
         dims=checked.dims,
         data=checked.stream,
         roles=roles,
         evaluates=checked.valid is not None,
-        checked=checked,
+        open=partial(open_rollouts, checked),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutInputs(RunInputs):
-    """The inputs of a run that samples and trains."""
-
-    checked: Checked
-
-    async def open(self, run: Run, stack: AsyncExitStack) -> RolloutSource:
-        config, checked, context = run.config, self.checked, run.context
-        batch_size = config.train_dataset.batch_size
-        size = size_of(config, checked, run.num_steps)
-        placement = Placement(
-            is_shared=config.mode == "colocate",
-            max_staleness=config.max_staleness,
-            snapshots_on_host=config.snapshot_on_host(kind_of(run.learner.device)),
-            offload_rollout=bool(config.offload_rollout),
-            offload_train=bool(config.offload_train),
-        )
-        store = open_group_store(run, checked)
-        state = RunState(
-            Ledger(batch_size, has_scorers=bool(scorers(config))),
-            store,
-            Budget(
-                *(batch_size, config.max_staleness, run.num_steps),
-                max_carries=config.rollout.max_carries if config.oversamples else 0,
-            ),
-            stop=run.stop,
-        )
-        address = store.address if isinstance(store, BlobStore) else None
-        build = partial(build_learners, run, size, address)
-        side = await open_sampler_side(run, checked, placement, stack, build)
-        rewards = Scorers(stack)
-        evaluator = await open_evaluator(run, checked, side, rewards, stack)
-        models = await open_scorers(run, store, size.max_row_tokens, stack)
-        if placement.offload_train:
-            await side.device_turns.enter("actor")
-        run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
-        reference = reference_of(run, models, size)
-        publish = publish_pump(run, checked, side, state, placement, evaluator)
-        num_chunks = config.num_iters_per_train_update
-        is_open = reference.scores if reference else lambda batch: True
-        score = ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
-        executor = await open_executors(checked, side.samplers, rewards, stack, purpose="train")
-        scheduler = Scheduler(
-            state.request_stop,
-            watchdog_of(run, state, side.samplers),
-            rollout_pump(
-                *(config, checked, state, executor, placement, side.device_turns),
-                oversampling=oversampling_of(config, state, side.samplers),
-            ),
-            publish,
-            score if models else None,
-        )
-        return RolloutSource(
-            run=run,
-            checked=checked,
-            placement=placement,
-            state=state,
-            side=side,
-            evaluator=evaluator,
-            reference=reference,
-            scheduler=scheduler,
-            trainer=BatchTrainer(
-                state, run.learner, publish, placement, side.device_turns, num_chunks
-            ),
-            batches=context.batch_keeper(size),
-            saves_first=placement.offload_train,  # the learner leaves when samplers wake
-        )
+async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> RolloutSource:
+    config = run.config
+    batch_size = config.train_dataset.batch_size
+    size = size_of(config, checked, run.num_steps)
+    placement = Placement(
+        is_shared=config.mode == "colocate",
+        max_staleness=config.max_staleness,
+        snapshots_on_host=config.snapshot_on_host(kind_of(run.learner.device)),
+        offload_rollout=bool(config.offload_rollout),
+        offload_train=bool(config.offload_train),
+    )
+    store = open_group_store(run, checked)
+    state = RunState(
+        Ledger(batch_size, has_scorers=bool(scorers(config))),
+        store,
+        Budget(
+            *(batch_size, config.max_staleness, run.num_steps),
+            max_carries=config.rollout.max_carries if config.oversamples else 0,
+        ),
+        stop=run.stop,
+    )
+    address = store.address if isinstance(store, BlobStore) else None
+    build = partial(build_learners, run, size, address)
+    side = await open_sampler_side(run, checked, placement, stack, build)
+    rewards = Scorers(stack)
+    evaluator = await open_evaluator(run, checked, side, rewards, stack)
+    models = await open_scorers(run, store, size.max_row_tokens, stack)
+    if placement.offload_train:
+        await side.device_turns.enter("actor")
+    run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
+    reference = reference_of(run, models, size)
+    publish = publish_pump(run, checked, side, state, placement, evaluator)
+    num_chunks = config.num_iters_per_train_update
+    is_open = reference.scores if reference else lambda batch: True
+    score = ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
+    executor = await open_executors(checked, side.samplers, rewards, stack, purpose="train")
+    scheduler = Scheduler(
+        state.request_stop,
+        watchdog_of(run, state, side.samplers),
+        rollout_pump(
+            *(config, checked, state, executor, placement, side.device_turns),
+            oversampling=oversampling_of(config, state, side.samplers),
+        ),
+        publish,
+        score if models else None,
+    )
+    return RolloutSource(
+        run=run,
+        checked=checked,
+        placement=placement,
+        state=state,
+        side=side,
+        evaluator=evaluator,
+        reference=reference,
+        scheduler=scheduler,
+        trainer=BatchTrainer(state, run.learner, publish, placement, side.device_turns, num_chunks),
+        batches=run.context.batch_keeper(size),
+        saves_first=placement.offload_train,  # the learner leaves when samplers wake
+    )
 
 
 def rollout_pump(
