@@ -107,15 +107,6 @@ class ShardPlan:
         return sum(aligned(item.size_bytes) for item in self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A started save of this rank."""
-
-    pending: Pending
-    num_bytes: int
-    """Number of bytes that this rank writes."""
-
-
 class StateSaver(RankSaver):
     """Saves the state of one learner on one rank; all ranks make the same calls. At most one save
     is in progress."""
@@ -139,7 +130,7 @@ class StateSaver(RankSaver):
         is_async: bool,
         counters: Mapping[str, Any] | None = None,
         generation: int | None = None,
-    ) -> Staged:
+    ) -> Pending:
         """Saves the state, which may change after it returns. A write error is stored in the
         pending result, so that all ranks return; `outcomes` has the errors of all. `counters` are
         written beside the tensors; `generation` is the learners' (`checkpoint.fence`)."""
@@ -157,8 +148,7 @@ class StateSaver(RankSaver):
             files = self._files(plan, parts, folder, give, counters)
             return WriteJob(Path(root), info_folder(step), files, generation)
 
-        pending = self.begin(make_job, is_async=is_async)
-        return Staged(pending, sum(item.size_bytes for item in plan.items))
+        return self.begin(make_job, is_async=is_async)
 
     def _plan_for(self, tensors: Mapping[str, Tensor]) -> ShardPlan:
         described = [(n, t.shape, t.dtype, local(t).shape) for n, t in tensors.items()]
@@ -202,26 +192,6 @@ class StateSaver(RankSaver):
 
 Give = Callable[[int, Tensor, int, int], FileSegment]
 """Function (item number, tensor, start, stop) -> that range of the tensor's bytes."""
-
-
-def save_learner(
-    saver: StateSaver,
-    learner: Stateful,
-    root: Path,
-    folder: str,
-    *,
-    is_async: bool,
-    generation: int | None = None,
-) -> Staged:
-    """Saves the whole state of a learner; every rank calls it."""
-    return saver.save(
-        learner.state_tensors(),
-        root,
-        folder,
-        is_async=is_async,
-        counters=learner.state_counters(),
-        generation=generation,
-    )
 
 
 def file_name(rank: int) -> str:

@@ -17,7 +17,7 @@ import torch
 from pentad.checkpoint.exports import AdapterExporter, Exporter
 from pentad.checkpoint.folders import Damaged, Unreadable, info_folder, read_checkpoint
 from pentad.checkpoint.restore import restore_learner
-from pentad.checkpoint.shards import StateSaver, save_learner
+from pentad.checkpoint.shards import StateSaver
 from pentad.checkpoint.writer import Writer
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
@@ -180,12 +180,13 @@ class EngineService:
     ) -> list[dict[str, Any]]:
         """Stages the state and starts its write. Returns the outcome of each rank, or nothing if it
         is written in the background (see `saved_state`). Fails on all ranks or on none."""
-        save_learner(
-            self._saver(role),
-            self.engines[role],
+        engine = self.engines[role]
+        self._saver(role).save(
+            engine.state_tensors(),
             Path(root),
             folder,
             is_async=is_async,
+            counters=engine.state_counters(),
             generation=generation,
         )
         return [] if is_async else self._saver(role).outcomes()

@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -302,8 +303,7 @@ class RecoverHandler(Periodic):
     def _settle_last(self) -> None:
         """Waits a few seconds for the commit in progress, once."""
         if self.under_way is not None and not self.is_given_up:
-            self.under_way[1].settled(FAILED_S)
-            self.is_given_up = not self.under_way[1].is_done
+            self.is_given_up = bool(wait([self.under_way[1]], FAILED_S).not_done)
 
     def _files(self, point: FinishedStep) -> Iterator[FileSpec]:
         epoch, epoch_step = divmod(point.step, self.steps_per_epoch)

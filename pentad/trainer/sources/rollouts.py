@@ -38,7 +38,7 @@ from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.rollout_pump import RolloutPump, rejection
 from pentad.trainer.pumps.scheduler import Scheduler, Watchdog
-from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
+from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, Scorer, open_scorers
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump
 from pentad.trainer.rank.learners import roles_of, start_run
@@ -239,7 +239,7 @@ def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> N
 
 
 def reference_of(
-    run: Run, models: Mapping[str, ScorerCalls], size: RunSize
+    run: Run, models: Mapping[str, Scorer], size: RunSize
 ) -> RefreshedReference | None:
     """Returns the reference, if it has separate devices and is refreshed."""
     if "ref" not in models or not run.config.ref_update_interval:

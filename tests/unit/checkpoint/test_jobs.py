@@ -20,7 +20,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
         yield run_job
         return
     writer = Writer()
-    yield lambda job: writer.submit(job).wait(240)
+    yield lambda job: writer.submit(job).result(240)
     writer.close()
 
 
@@ -127,5 +127,5 @@ def test_jobs_of_a_writer_that_was_closed_fail_and_start_no_process(tmp_path: Pa
     writer = Writer()
     writer.close()
     with pytest.raises(RunError, match="the run has ended, and its writer with it"):
-        writer.submit(write_job(tmp_path, 2, 0)).wait(240)
+        writer.submit(write_job(tmp_path, 2, 0)).result(240)
     assert writer.pid is None and list(tmp_path.iterdir()) == []
