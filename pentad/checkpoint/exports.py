@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob
-from pentad.checkpoint.job import FileSegment, FileSpan, Span, run_job
+from pentad.checkpoint.job import FileSegment, FileSpan, Lazy, Span, run_job
 from pentad.checkpoint.rank_saver import Outcomes, RankSaver
 from pentad.checkpoint.writer import Pending, Writer, failure_in
 from pentad.core.errors import RunError, UserError
@@ -169,7 +170,7 @@ class Exporter(RankSaver):
                     torch.cuda.synchronize(device)
             return memoryview(own.memory[: block.size_bytes].numpy())
 
-        return lambda block: lambda: produce(block)
+        return lambda block: Lazy(block.size_bytes, partial(produce, block))
 
 
 class AdapterExporter(RankSaver):

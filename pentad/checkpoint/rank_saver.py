@@ -134,7 +134,8 @@ class RankSaver:
     def finish(self) -> None:
         """Waits until no writer uses the memory; `outcomes` has the results."""
         if self.pending is not None and self.gathering is not None:
-            wait([self.pending, self.gathering])
+            wait([self.pending])
+            wait([self.gathering])
             self.pending = None
 
     def close(self, *, is_failed: bool = False) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ from pentad.checkpoint.folders import info_folder, step_of
 from pentad.checkpoint.job import (
     FileSegment,
     FileSpec,
+    Lazy,
     Piece,
     Span,
     WriteJob,
@@ -270,18 +272,18 @@ def _pieces(item: Item, give: Callable[[int, int], FileSegment]) -> Iterator[Pie
         yield Piece(f"{item.name} {show(item.box)}{part}", tuple(segments))
 
 
-class _Bounce:
-    """Host buffer for one segment at a time between GPU and disk."""
+class _Bounce(threading.local):
+    """Host buffer of a writing thread, for one segment at a time between GPU and disk."""
 
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None
+    memory: Tensor | None = None
 
     def take(self, part: Tensor) -> Tensor:
         if part.device.type == "cpu":
             return part
-        if self.memory is None:
-            self.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
-        return self.memory[: part.numel()].copy_(part)
+        with torch.cuda.device(part.device):
+            if self.memory is None:
+                self.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            return self.memory[: part.numel()].copy_(part)
 
 
 def _lazily(bounce: _Bounce, number: int, part: Tensor, start: int, stop: int) -> FileSegment:
@@ -289,4 +291,4 @@ def _lazily(bounce: _Bounce, number: int, part: Tensor, start: int, stop: int) -
         flat = part.contiguous().view(-1).view(torch.uint8)
         return bounce.take(flat[start:stop]).numpy().data
 
-    return produce
+    return Lazy(stop - start, produce)

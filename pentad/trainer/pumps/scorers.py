@@ -26,12 +26,11 @@ from pentad.core.errors import GivenUp, Problem, RunError, Transient, UserError,
 from pentad.core.types import Group, Prompt
 from pentad.data.store import GroupStore, MissingGroups, open_store
 from pentad.engine.engine import Engine
-from pentad.runtime.calls import DirectCalls
-from pentad.runtime.group_calls import GroupSettings, RankGroup
-from pentad.runtime.learner_client import LearnerClient
+from pentad.runtime.group_calls import RankGroup
+from pentad.runtime.learner_client import DirectCalls, LearnerClient
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank
-from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
+from pentad.runtime.rank_host import specs_of_ranks
 from pentad.runtime.restarts import RestartPolicy
 from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.timeline import timeline
@@ -116,8 +115,7 @@ def start_ranks(
         is_spread=runtime.is_spread,
         seed=config.seed,
     )
-    settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
-    return RankGroup(runtime, specs, settings, name=role)
+    return RankGroup(runtime, specs, stall_s=config.stall_abort_s, name=role)
 
 
 def serve_scorer(given: dict[str, Any], rank: Rank, device: torch.device) -> ScorerService:

@@ -29,8 +29,6 @@ class ExampleService(EngineService, ABC):
     """Trains on examples, and measures the loss on held-out ones."""
 
     command: ClassVar[ExampleCommand]
-    tags: ClassVar[tuple[str, ...]] = ()
-    """Frozen weights that score the examples."""
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)

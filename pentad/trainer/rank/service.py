@@ -19,6 +19,7 @@ from pentad.checkpoint.folders import Damaged, Unreadable, info_folder, read_che
 from pentad.checkpoint.restore import restore_learner
 from pentad.checkpoint.shards import StateSaver
 from pentad.checkpoint.writer import Writer
+from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.device import freeze_gc, unfreeze_gc
@@ -30,6 +31,7 @@ from pentad.core.sizes import RunSize
 from pentad.core.types import Prompt, Row
 from pentad.data.store import GroupStore, open_store
 from pentad.engine.engine import Engine
+from pentad.engine.frozen import BASE
 from pentad.parallel.gradients import differing_copies
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
@@ -40,8 +42,8 @@ from pentad.sync.published import Kind
 from pentad.sync.publisher import Snapshot, take_snapshot
 from pentad.sync.shards import ShardWriter
 from pentad.telemetry.host import rss_gb
-from pentad.trainer.rank.learners import build_learner, build_update, load_tags, roles_of
-from pentad.trainer.rank.update import BatchFacts, BatchResult, on_host, places_of
+from pentad.trainer.rank.learners import build_learner, load_tags, roles_of
+from pentad.trainer.rank.update import BatchFacts, BatchResult, BatchUpdate, on_host, places_of
 from pentad.trainer.saving.batches import TrainedTokens, read_batch, write_trained
 
 FAILURES: dict[str, type[RunError]] = {
@@ -55,6 +57,8 @@ class EngineService:
     """Common base of the services for rollouts and for examples."""
 
     mild = frozenset({"save_state", "restore_state", "roll_back", "export"})
+    tags: Collection[str] = ()
+    """Tags of the frozen weights with which the actor scores rows."""
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         self.config = config
@@ -95,6 +99,11 @@ class EngineService:
         """Offloads the state; every method that needs it loads it again."""
         for engine in self.engines.values():
             engine.offload()
+
+    def load_tags(self, has: list[str], step: int, keeps_ref: bool = False) -> None:
+        """Loads the frozen weights needed for scoring and not yet loaded, after `step` steps."""
+        needed = set(self.tags) - set(has)
+        load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=keeps_ref)
 
     def save_tag(self, tag: str) -> None:
         self.engines["actor"].save_tag(tag)
@@ -312,12 +321,18 @@ class LearnerService(EngineService):
         for role in roles_of(self.config):
             self.engines[role] = build_learner(self.config, role, size, device=self.device)
         actor, critic = self.engines["actor"], self.engines.get("critic")
-        self.update = build_update(self.config, self.algorithm, actor, critic, self.scored_apart)
-
-    def load_tags(self, has: list[str], step: int, keeps_ref: bool = False) -> None:
-        """Loads the frozen weights needed for scoring and not yet loaded, after `step` steps."""
-        needed = set(self.update.tags) - set(has)
-        load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=keeps_ref)
+        self.update = BatchUpdate(
+            actor,
+            self.algorithm,
+            critic=critic,
+            scored_apart=self.scored_apart,
+            max_new_tokens=sample_limit(self.config),
+            num_updates=self.config.updates_per_batch,
+            compute_advantages=self.config.compute_advantages_and_returns,
+            seed=self.config.seed,
+            base_tag=BASE if self.config.actor.lora is not None else None,
+        )
+        self.tags = self.update.tags
 
     def open_store(self, address: dict[str, Any]) -> None:
         """Connects to the store of groups; training does not need their prompts."""

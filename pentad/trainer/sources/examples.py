@@ -45,9 +45,7 @@ from pentad.trainer.saving.recovery import Identity
 log = logging.getLogger(__name__)
 
 
-async def open_source(
-    parts: dict[str, Examples], tags: tuple[str, ...], run: Run, stack: AsyncExitStack
-) -> ExampleSource:
+async def open_source(parts: dict[str, Examples], run: Run, stack: AsyncExitStack) -> ExampleSource:
     """`parts`: the data "train" and "valid"."""
     data = parts["train"]
     if run.learner.service is not None:  # no need to read the data twice
@@ -62,7 +60,7 @@ async def open_source(
     run.recover.add("dataloader_info", "data", Identity(data.state))
     if evals is not None:
         run.recover.add("evaluator_info", "frequency", evals)
-    return ExampleSource(run, data, evals, packed, tags)
+    return ExampleSource(run, data, evals, packed)
 
 
 @dataclass(eq=False)
@@ -75,20 +73,12 @@ class ExampleSource(BatchSource):
     """Frequency of evaluations; None: no held-out examples."""
     packed: float
     """The largest log-prob difference in the self-test of packing."""
-    tags: tuple[str, ...] = ()
-    """Tags of the frozen weights with which the ranks score examples."""
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises UserError if the next rows differ from those of the checkpoint."""
         known = self.run.recover.data_state(checkpoint, "data")
         if "train_dataset" not in self.run.config.recover.allow:
             self.data.check_state(known)
-
-    def restored(self, checkpoint: Checkpoint | None) -> None:
-        """Loads frozen weights for scoring that the checkpoint does not contain."""
-        if self.tags:
-            saved = sorted(self.run.recover.tags)
-            self.run.learner.call_all("load_tags", has=saved, step=self.run.trained)
 
     async def begin(self) -> None:
         run = self.run
@@ -157,7 +147,7 @@ def check_examples(
         roles=("actor",),
         data=found["train"],
         evaluates="valid" in found,
-        open=partial(open_source, found, service.tags),
+        open=partial(open_source, found),
     )
 
 

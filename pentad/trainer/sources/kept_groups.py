@@ -94,10 +94,10 @@ class KeptSource(BatchSource):
             raise UserError(Problem(where, rule, "restore them, or start over with --fresh"))
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        run, heads = self.run, self.kept.heads
-        self.batches.forget(after=run.trained)
-        run.learner.call_all("load_tags", has=sorted(run.recover.tags), step=run.trained)
-        self.num_groups = sum(heads[n % len(heads)]["num_groups"] for n in range(run.trained))
+        super().restored(checkpoint)
+        done, heads = self.run.trained, self.kept.heads
+        self.batches.forget(after=done)
+        self.num_groups = sum(heads[n % len(heads)]["num_groups"] for n in range(done))
 
     async def begin(self) -> None:
         self.run.context.started(self.run.trained, layout=str(self.run.context.layout))
@@ -123,10 +123,6 @@ class KeptSource(BatchSource):
         every = self.run.config.ref_update_interval
         if every and (trained.batch + 1) % every == 0:
             await self.run.learner.call("save_tag", tag="ref")
-
-    def keep(self, trained: TrainedBatch) -> None:
-        write_trained = partial(self.run.learner.query, "keep_trained")
-        self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
 
 def begin_train_only(config: Config, device: torch.device) -> RunInputs:

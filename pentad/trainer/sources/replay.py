@@ -236,7 +236,8 @@ class ReplaySource(KeptSource):
         if self.dump and trained.batch + 1 == self.run.num_steps:
             self.run.learner.query("dump", file=self.dump)
 
-    def summary(self, run: Run, model: Path | None) -> RunSummary:
+    def summary(self, model: Path | None) -> RunSummary:
+        run = self.run
         run.stop.check_complete(run.trained, run.num_steps, model)
         folder = run.context.folder.path
         return RunSummary(folder, folder, run.trained)

@@ -32,7 +32,7 @@ from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.record import Funnel, PhaseTimer, StepRecord
 from pentad.trainer.context import RunSummary
 from pentad.trainer.preflight import Checked, check_train, size_of
-from pentad.trainer.processes.ranks import run_here
+from pentad.trainer.processes.ranks import run_once
 from pentad.trainer.processes.supervisor import RunJob
 from pentad.trainer.pumps.scheduler import Scheduler
 from pentad.trainer.pumps.state import Budget, RunState
@@ -60,7 +60,7 @@ def run_rollout_only(
     job = RunJob(
         lead, lambda _, rank, where: NoLearner(where), begin_rollout_only, config, notes, device
     )
-    return run_here(job, fresh=fresh)
+    return run_once(job, fresh=fresh)
 
 
 def begin_rollout_only(config: Config, device: torch.device) -> RunInputs:
@@ -125,24 +125,24 @@ class SampleSource(BatchSource):
     checked: Checked
     state: RunState
     scheduler: Scheduler
-    batches: BatchKeeper
+    writer: BatchKeeper
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Never called: such a run has no checkpoints."""
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
         """Resumes after the last step that has no missing step before it."""
-        kept, done = kept_steps(self.batches.folder), 0
+        kept, done = kept_steps(self.writer.folder), 0
         while done + 1 in kept:
             done += 1
         if beyond := kept[done:]:
             rule = f"has steps {beyond[0]} to {beyond[-1]}, and step {done + 1} is missing"
             remedy = "restore it, start over with --fresh, or give another trial_name"
-            raise UserError(Problem(str(self.batches.folder), rule, remedy))
+            raise UserError(Problem(str(self.writer.folder), rule, remedy))
         self.run.context.recorder.resume(done)
         if not done:
             return
-        last = read_batch(self.batches.folder, done).facts
+        last = read_batch(self.writer.folder, done).facts
         self.checked.stream.check_state(last["data"])
         self.state.resume(last["ledger"], [], done)
         self.run.trained = done
@@ -151,7 +151,7 @@ class SampleSource(BatchSource):
     async def begin(self) -> None:
         self.run.context.started(self.run.trained)
 
-    async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
+    async def drive(self, steps: Coroutine[Any, Any, None]) -> None:
         await self.scheduler.run(steps)
 
     async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch | None:
@@ -177,17 +177,17 @@ class SampleSource(BatchSource):
 
     def _write(self, step: int, groups: Sequence[Group]) -> None:
         try:
-            self.batches.write(step, groups, {"ledger": self.state.ledger.snapshot()})
+            self.writer.write(step, groups, {"ledger": self.state.ledger.snapshot()})
         except OSError as error:
             raise RunError(f"step {step}: its groups cannot be written: {error}") from error
 
-    def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+    def record(self, trained: TrainedBatch) -> StepRecord:
         step, num_tokens = trained.batch + 1, sum(trained.facts.lengths)
         phases = trained.timer.phases_ms()
         wall_ms = sum(phases.values())
         return StepRecord(
             step=step,
-            epoch=(step - 1) // run.context.steps_per_epoch,
+            epoch=(step - 1) // self.run.context.steps_per_epoch,
             version=0,
             time_s=time.time(),
             num_groups=len(trained.groups),
@@ -200,8 +200,9 @@ class SampleSource(BatchSource):
             funnel=Funnel(**asdict(trained.funnel)) if trained.funnel else None,
         )
 
-    def summary(self, run: Run, model: Path | None) -> RunSummary:
+    def summary(self, model: Path | None) -> RunSummary:
         """Returns the summary, with the folder of sampled groups in place of a model."""
+        run = self.run
         folder = run.context.folder.file("batches/")
         if run.trained < run.num_steps:
             rest = f"after {run.trained} of {run.num_steps} steps, whose groups are in "

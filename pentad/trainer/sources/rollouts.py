@@ -53,8 +53,6 @@ from pentad.trainer.sampling.sampler_side import SamplerSide, open_group_store, 
 from pentad.trainer.sampling.selftest import (
     NUM_PROBES,
     Prober,
-    check_adapter,
-    run_selftest,
     tolerance_of,
 )
 from pentad.trainer.saving.batches import BatchKeeper
@@ -118,7 +116,22 @@ async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> Ro
         await side.device_turns.enter("actor")
     run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
     reference = reference_of(run, models, size)
-    publish = publish_pump(run, checked, side, state, placement, evaluator)
+    samplers = list(side.samplers.values())
+    # On-policy, the trained tokens show whether a single sampler is up to date.
+    is_probed = not placement.is_on_policy or len(samplers) > 1
+    prober = Prober(
+        samplers=samplers,
+        prompts=[prompt.ids for prompt in checked.stream.first(NUM_PROBES)],
+        learner=run.learner,
+        temperature=config.gconfig.temperature,
+        seed=config.seed,
+        bounds=run.bounds if is_probed else None,
+    )
+    publish = PublishPump(
+        *(state, side.publisher, evaluator, placement, side.device_turns),
+        prober=prober,
+        find_cause=run.learner.find_cause,
+    )
     num_chunks = config.num_iters_per_train_update
     is_open = reference.scores if reference else lambda batch: True
     score = ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
@@ -139,6 +152,7 @@ async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> Ro
         placement=placement,
         state=state,
         side=side,
+        prober=prober,
         evaluator=evaluator,
         reference=reference,
         scheduler=scheduler,
@@ -197,36 +211,6 @@ def watchdog_of(run: Run, state: RunState, samplers: Mapping[str, Sampler]) -> W
         is_watched=run.learner.is_remote,
         check=run.learner.check,
         show=run.context.recorder.progress,
-    )
-
-
-def publish_pump(
-    run: Run,
-    checked: Checked,
-    side: SamplerSide,
-    state: RunState,
-    placement: Placement,
-    evaluator: Evaluator | None,
-) -> PublishPump:
-    samplers = list(side.samplers.values())
-    prober = Prober(
-        samplers=samplers,
-        prompts=[prompt.ids for prompt in checked.stream.first(NUM_PROBES)],
-        learner=run.learner,
-        bounds=run.bounds,
-        temperature=run.config.gconfig.temperature,
-        seed=run.config.seed,
-    )
-    # On-policy, the trained tokens show whether a single sampler is up to date.
-    is_probed = not placement.is_on_policy or len(samplers) > 1
-    return PublishPump(
-        state,
-        side.publisher,
-        evaluator,
-        placement,
-        side.device_turns,
-        prober if is_probed else None,
-        run.learner.find_cause,
     )
 
 
@@ -296,6 +280,7 @@ class RolloutSource(BatchSource):
     placement: Placement
     state: RunState
     side: SamplerSide
+    prober: Prober
     evaluator: Evaluator | None
     reference: RefreshedReference | None
     scheduler: Scheduler
@@ -330,7 +315,7 @@ class RolloutSource(BatchSource):
         run = self.run
         self.batches.forget(after=run.trained)
         if checkpoint is None:
-            run.learner.call_all("load_tags", has=[], step=0)
+            super().restored(checkpoint)
             return
         before, now = with_hub_names(checkpoint.manifest.facts["config"]), run.config
         replaced = replaced_weights(checkpoint, now)
@@ -353,32 +338,20 @@ class RolloutSource(BatchSource):
         run, config, trained = self.run, self.run.config, self.run.trained
         if self.reference is not None:
             await self.reference.resume(trained)
-        sides = run.learner, list(self.side.samplers.values())
-        prompts = [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)]
-        temperature, adapter = config.gconfig.temperature, None
+        adapter = None
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
             snapshot = await self._publish(trained)
             if config.actor.lora is not None:
-                adapter = await check_adapter(
-                    *sides,
-                    prompts,
-                    partial(self._publish, trained),
-                    temperature=temperature,
-                    seed=config.seed,
-                )
+                adapter = await self.prober.check_adapter(partial(self._publish, trained))
             dtype = config.actor.compute_dtype(run.learner.device.type)
-            found = await run_selftest(
-                *sides,
-                prompts,
-                temperature=temperature,
-                weights_digest=snapshot.digest.hex(),
-                tolerance=tolerance_of(
+            found = await self.prober.selftest(
+                snapshot.digest.hex(),
+                tolerance_of(
                     dtype,
                     strict=config.strict,
                     cache_dtype=config.rollout.kv_cache_dtype,
                     weight_dtype=config.rollout.weight_dtype,
                 ),
-                seed=config.seed,
                 stall_s=config.stall_abort_s,
                 packing=tolerance_of(dtype, strict=config.strict),
             )
@@ -401,7 +374,7 @@ class RolloutSource(BatchSource):
 
     # Steps
 
-    async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
+    async def drive(self, steps: Coroutine[Any, Any, None]) -> None:
         await self.scheduler.run(steps)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
@@ -431,11 +404,8 @@ class RolloutSource(BatchSource):
     def publish(self, snapshot: Snapshot, timer: PhaseTimer) -> Coroutine[Any, Any, None]:
         return self.trainer.publish.submit(snapshot, timer)
 
-    def keep(self, trained: TrainedBatch) -> None:
-        write_trained = partial(self.run.learner.query, "keep_trained")
-        self.batches.keep(trained.batch + 1, trained.groups, write_trained)
-
-    def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+    def record(self, trained: TrainedBatch) -> StepRecord:
+        run = self.run
         with trained.timer.phase("record"):
             metrics = run.learner.query("batch_metrics")
             trained.facts = replace(trained.facts, metrics=metrics)
