@@ -263,7 +263,6 @@ class Run:
         with announced(log, "making the model"):
             self.learner.call_all("build", **given)
         self.context.steps.num_nodes = self.learner.call_all("count_nodes")
-        self.context.steps.find_straggler = lambda: self.learner.straggler
 
     def _restore(self, source: BatchSource) -> None:
         checkpoint = resume(self.context, self.recover, source.check)

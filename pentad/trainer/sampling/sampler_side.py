@@ -30,9 +30,6 @@ from pentad.trainer.run import Run
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.samplers import SamplerOpener, ray_options, topology_on
 
-BuildLearners = Callable[[], None]
-"""Builds the learners."""
-
 
 @dataclass(eq=False)
 class SamplerSide:
@@ -70,7 +67,11 @@ class SamplerSide:
 
 
 async def open_sampler_side(
-    run: Run, checked: Checked, placement: Placement, stack: AsyncExitStack, build: BuildLearners
+    run: Run,
+    checked: Checked,
+    placement: Placement,
+    stack: AsyncExitStack,
+    build: Callable[[], None],
 ) -> SamplerSide:
     """Opens the samplers. Learners in other processes are built (`build`) while the samplers start,
     other learners before."""
@@ -94,7 +95,7 @@ async def open_sampler_side(
 
 
 async def _open_beside(
-    run: Run, checked: Checked, placement: Placement, build: BuildLearners
+    run: Run, checked: Checked, placement: Placement, build: Callable[[], None]
 ) -> dict[str, Sampler]:
     learner, resources = run.learner, run.supervisor.resources
     building = asyncio.create_task(learner.run(build))

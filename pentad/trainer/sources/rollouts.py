@@ -106,8 +106,12 @@ async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> Ro
         ),
         stop=run.stop,
     )
-    address = store.address if isinstance(store, BlobStore) else None
-    build = partial(build_learners, run, size, address)
+
+    def build() -> None:
+        run.build(**asdict(size))
+        if isinstance(store, BlobStore):  # else it is in the memory of the learners
+            run.learner.call_all("open_store", address=store.address)
+
     side = await open_sampler_side(run, checked, placement, stack, build)
     rewards = Scorers(stack)
     evaluator = await open_evaluator(run, checked, side, rewards, stack)
@@ -116,17 +120,7 @@ async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> Ro
         await side.device_turns.enter("actor")
     run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
     reference = reference_of(run, models, size)
-    samplers = list(side.samplers.values())
-    # On-policy, the trained tokens show whether a single sampler is up to date.
-    is_probed = not placement.is_on_policy or len(samplers) > 1
-    prober = Prober(
-        samplers=samplers,
-        prompts=[prompt.ids for prompt in checked.stream.first(NUM_PROBES)],
-        learner=run.learner,
-        temperature=config.gconfig.temperature,
-        seed=config.seed,
-        bounds=run.bounds if is_probed else None,
-    )
+    prober = prober_of(run, checked, side)
     publish = PublishPump(
         *(state, side.publisher, evaluator, placement, side.device_turns),
         prober=prober,
@@ -214,12 +208,18 @@ def watchdog_of(run: Run, state: RunState, samplers: Mapping[str, Sampler]) -> W
     )
 
 
-def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> None:
-    """Builds the learners. `address`: that of the group store; None: the store is in their
-    memory."""
-    run.build(**asdict(size))
-    if address is not None:
-        run.learner.call_all("open_store", address=address)
+def prober_of(run: Run, checked: Checked, side: SamplerSide) -> Prober:
+    samplers = list(side.samplers.values())
+    # On-policy, the trained tokens show whether a single sampler is up to date.
+    is_probed = not side.placement.is_on_policy or len(samplers) > 1
+    return Prober(
+        samplers=samplers,
+        prompts=[prompt.ids for prompt in checked.stream.first(NUM_PROBES)],
+        learner=run.learner,
+        temperature=run.config.gconfig.temperature,
+        seed=run.config.seed,
+        bounds=run.bounds if is_probed else None,
+    )
 
 
 def reference_of(
