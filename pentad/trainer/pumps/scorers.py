@@ -38,7 +38,6 @@ from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.learners import build_scorer
 from pentad.trainer.rank.update import chunk_slots, column_of, on_host, scored_rows
 from pentad.trainer.run import Run
-from pentad.trainer.sampling.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -296,7 +295,6 @@ class ScorePump:
     state: RunState
     scorers: Mapping[str, Scorer]
     """The scorers, by role."""
-    placement: Placement
     _: KW_ONLY
     num_chunks: int
     is_open: Callable[[int], bool] = lambda batch: True
@@ -319,7 +317,7 @@ class ScorePump:
         ledger = self.state.ledger
         if not ledger.num_sampled:
             return []
-        if not self.placement.is_on_policy:
+        if not self.state.budget.is_on_policy:
             sampled = ledger.gids_in("sampled")
             judged = (gid for gid in sampled if self.is_open(ledger.batch_of(gid)))
             return list(islice(judged, max(map(len, self.chunks))))

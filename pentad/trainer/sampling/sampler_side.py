@@ -37,15 +37,15 @@ class SamplerSide:
     publisher: Publisher
     device_turns: DeviceTurns
     learner: LearnerClient
-    placement: Placement
     weights_dir: WeightsDir | None
 
     async def snapshot_weights(self, version: int, *, copy: bool | None = None) -> Snapshot:
         """Snapshots the learner's weights as `version`, to be published."""
+        placement = self.device_turns.placement
         given: dict[str, Any] = {
             "version": version,
-            "copy": self.placement.copies_snapshots if copy is None else copy,
-            "on_host": self.placement.snapshots_on_host,
+            "copy": placement.copies_snapshots if copy is None else copy,
+            "on_host": placement.snapshots_on_host,
         }
         weights_dir, started = self.weights_dir, time.perf_counter()
         if weights_dir is None:
@@ -89,9 +89,7 @@ async def open_sampler_side(
     offload = partial(learner.call, "offload")
     device_turns = DeviceTurns(placement, every, offload, resources.holder, measure)
     stack.callback(lambda: resources.note_holder(device_turns.holder))
-    return SamplerSide(
-        samplers, Publisher(every), device_turns, learner, placement, resources.weights_dir
-    )
+    return SamplerSide(samplers, Publisher(every), device_turns, learner, resources.weights_dir)
 
 
 async def _open_beside(

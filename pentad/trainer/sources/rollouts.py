@@ -122,19 +122,19 @@ async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> Ro
     reference = reference_of(run, models, size)
     prober = prober_of(run, checked, side)
     publish = PublishPump(
-        *(state, side.publisher, evaluator, placement, side.device_turns),
+        *(state, side.publisher, evaluator, side.device_turns),
         prober=prober,
         find_cause=run.learner.find_cause,
     )
     num_chunks = config.num_iters_per_train_update
     is_open = reference.scores if reference else lambda batch: True
-    score = ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
+    score = ScorePump(state, models, num_chunks=num_chunks, is_open=is_open)
     executor = await open_executors(checked, side.samplers, rewards, stack, purpose="train")
     scheduler = Scheduler(
         state.request_stop,
         watchdog_of(run, state, side.samplers),
         rollout_pump(
-            *(config, checked, state, executor, placement, side.device_turns),
+            *(config, checked, state, executor, side.device_turns),
             oversampling=oversampling_of(config, state, side.samplers),
         ),
         publish,
@@ -143,14 +143,13 @@ async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> Ro
     return RolloutSource(
         run=run,
         checked=checked,
-        placement=placement,
         state=state,
         side=side,
         prober=prober,
         evaluator=evaluator,
         reference=reference,
         scheduler=scheduler,
-        trainer=BatchTrainer(state, run.learner, publish, placement, side.device_turns, num_chunks),
+        trainer=BatchTrainer(state, run.learner, publish, side.device_turns, num_chunks),
         batches=run.context.batch_keeper(size),
         saves_first=placement.offload_train,  # the learner leaves when samplers wake
     )
@@ -161,7 +160,6 @@ def rollout_pump(
     checked: Checked,
     state: RunState,
     executor: Executors,
-    placement: Placement,
     device_turns: DeviceTurns,
     oversampling: Oversampling | None = None,
 ) -> RolloutPump:
@@ -169,7 +167,6 @@ def rollout_pump(
         state,
         checked.stream,
         executor,
-        placement,
         device_turns,
         rejection(config.algorithm),
         max_groups=config.rollout.max_concurrent_groups,
@@ -211,7 +208,7 @@ def watchdog_of(run: Run, state: RunState, samplers: Mapping[str, Sampler]) -> W
 def prober_of(run: Run, checked: Checked, side: SamplerSide) -> Prober:
     samplers = list(side.samplers.values())
     # On-policy, the trained tokens show whether a single sampler is up to date.
-    is_probed = not side.placement.is_on_policy or len(samplers) > 1
+    is_probed = run.config.max_staleness > 0 or len(samplers) > 1
     return Prober(
         samplers=samplers,
         prompts=[prompt.ids for prompt in checked.stream.first(NUM_PROBES)],
@@ -277,7 +274,6 @@ class RolloutSource(BatchSource):
 
     run: Run
     checked: Checked
-    placement: Placement
     state: RunState
     side: SamplerSide
     prober: Prober
@@ -367,7 +363,9 @@ class RolloutSource(BatchSource):
 
     async def _publish(self, version: int) -> Snapshot:
         """Publishes the weights to all samplers, before any step."""
-        snapshot = await self.side.snapshot_weights(version, copy=self.placement.offload_train)
+        snapshot = await self.side.snapshot_weights(
+            version, copy=self.side.device_turns.placement.offload_train
+        )
         await self.side.device_turns.enter("rollout")
         await self.side.publisher.publish(snapshot)
         return snapshot

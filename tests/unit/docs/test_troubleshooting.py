@@ -226,7 +226,6 @@ def empty_batch(rejection=None):
         RunState(ledger, MemoryStore(), Budget(4, max_staleness=0, num_batches=9)),
         SimpleNamespace(prompt=lambda gid: gid, row_of=lambda gid: f"data/train.jsonl:{gid + 1}"),
         SimpleNamespace(rollout=rollout),
-        SimpleNamespace(is_on_policy=True),
         SimpleNamespace(enter=enter),
         lambda group: rejection,
     )
