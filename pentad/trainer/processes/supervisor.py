@@ -292,16 +292,8 @@ class Supervisor:
                 step=step if is_known else None,
                 newest=newest,
             )
-        kind, slot, can_shrink = self.members.loss_of(cause)
         # From the records: the step last reported by a dead rank may be old.
-        return Lost(
-            kind=kind,
-            cause=cause.message,
-            slot=slot,
-            step=step if self.is_loaded else None,
-            newest=newest,
-            can_shrink=can_shrink,
-        )
+        return self.members.lost(cause, step=step if self.is_loaded else None, newest=newest)
 
     def _note_outage(self, error: Exception) -> None:
         group, now, before = self.group, awake_s(), self.outage

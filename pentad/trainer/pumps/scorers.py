@@ -21,7 +21,7 @@ import torch
 
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
-from pentad.config.topology import facts_of, scorers, topology
+from pentad.config.topology import scorers
 from pentad.core.errors import GivenUp, Problem, RunError, Transient, UserError, first_cause
 from pentad.core.types import Group, Prompt
 from pentad.data.store import GroupStore, MissingGroups, open_store
@@ -38,6 +38,7 @@ from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.learners import build_scorer
 from pentad.trainer.rank.update import chunk_slots, column_of, on_host, scored_rows
 from pentad.trainer.run import Run
+from pentad.trainer.sampling.samplers import topology_on
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ async def open_scorers(
     if not scorers(config):
         return found
     is_placed = run.supervisor.resources.runtime is not None  # it assigns their GPUs
-    placed = topology(config, facts_of(config, "cuda" if device.type == "cuda" else "cpu"))
+    placed = topology_on(config, device)
     devices = {
         role: tuple(gpu for one in placed.scorer(role) for gpu in one.devices)
         for role in (() if is_placed else placed.scorers)

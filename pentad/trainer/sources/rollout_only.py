@@ -34,6 +34,7 @@ from pentad.trainer.context import RunSummary
 from pentad.trainer.preflight import Checked, check_train, size_of
 from pentad.trainer.processes.ranks import run_once
 from pentad.trainer.processes.supervisor import RunJob
+from pentad.trainer.pumps.rollout_pump import RolloutPump, rejection
 from pentad.trainer.pumps.scheduler import Scheduler
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.rank.learners import backend_of, start_run, weights_folder
@@ -44,7 +45,7 @@ from pentad.trainer.sampling.evaluate import Scorers, open_executors
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.samplers import SamplerOpener
 from pentad.trainer.saving.batches import BatchKeeper, kept_steps, read_batch
-from pentad.trainer.sources.rollouts import rollout_pump, watchdog_of
+from pentad.trainer.sources.rollouts import watchdog_of
 from pentad.trainer.stopping import stopped
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,10 @@ async def open_samples(checked: Checked, run: Run, stack: AsyncExitStack) -> Sam
     rewards = Scorers(stack)
     executor = await open_executors(checked, samplers, rewards, stack, purpose="train")
     turns = DeviceTurns(Placement(is_shared=False, max_staleness=config.max_staleness), [])
-    rollout = rollout_pump(config, checked, state, executor, turns)
+    rollout = RolloutPump(
+        *(state, checked.stream, executor, turns, rejection(config.algorithm)),
+        max_groups=config.rollout.max_concurrent_groups,
+    )
     scheduler = Scheduler(state.request_stop, watchdog_of(run, state, samplers), rollout)
     batches = context.batch_keeper(size_of(config, checked, run.num_steps))
     batches.facts["data"] = checked.stream.state()

@@ -28,7 +28,6 @@ from pentad.data.packing import unpack_groups
 from pentad.data.store import BlobStore
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.rollout.evaluation import EvalResult
-from pentad.rollout.executor import Executors
 from pentad.sync.publisher import Snapshot
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
@@ -48,7 +47,7 @@ from pentad.trainer.resume import replaced_weights
 from pentad.trainer.run import BatchSource, Run, RunInputs
 from pentad.trainer.run_folders import oldest_saved
 from pentad.trainer.sampling.evaluate import Evaluator, Scorers, open_executors
-from pentad.trainer.sampling.placement import DeviceTurns, Placement
+from pentad.trainer.sampling.placement import Placement
 from pentad.trainer.sampling.sampler_side import SamplerSide, open_group_store, open_sampler_side
 from pentad.trainer.sampling.selftest import (
     NUM_PROBES,
@@ -133,8 +132,9 @@ async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> Ro
     scheduler = Scheduler(
         state.request_stop,
         watchdog_of(run, state, side.samplers),
-        rollout_pump(
-            *(config, checked, state, executor, side.device_turns),
+        RolloutPump(
+            *(state, checked.stream, executor, side.device_turns, rejection(config.algorithm)),
+            max_groups=config.rollout.max_concurrent_groups,
             oversampling=oversampling_of(config, state, side.samplers),
         ),
         publish,
@@ -152,25 +152,6 @@ async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> Ro
         trainer=BatchTrainer(state, run.learner, publish, side.device_turns, num_chunks),
         batches=run.context.batch_keeper(size),
         saves_first=placement.offload_train,  # the learner leaves when samplers wake
-    )
-
-
-def rollout_pump(
-    config: Config,
-    checked: Checked,
-    state: RunState,
-    executor: Executors,
-    device_turns: DeviceTurns,
-    oversampling: Oversampling | None = None,
-) -> RolloutPump:
-    return RolloutPump(
-        state,
-        checked.stream,
-        executor,
-        device_turns,
-        rejection(config.algorithm),
-        max_groups=config.rollout.max_concurrent_groups,
-        oversampling=oversampling,
     )
 
 
