@@ -196,7 +196,8 @@ class Tiers:
         waiting = self.status().waiting_step
         if waiting is not None:
             rest = "it is on the local disk, and the next start of the run uploads it"
-            place = f"{self.remote_uri}{f' ({cut} ended the upload)' if cut else ''}"
+            assert self.remote is not None, "there is an uploader"
+            place = f"{self.remote.uri}{f' ({cut} ended the upload)' if cut else ''}"
             self.report(f"the checkpoint of step {waiting + 1} is not in {place}; {rest}")
         return waiting is None
 
@@ -216,10 +217,6 @@ class Tiers:
     def keep_committed(self) -> int:
         """Number of local checkpoints that a committer keeps; with a store, all."""
         return self.keep_last if self.remote is None else sys.maxsize
-
-    @property
-    def remote_uri(self) -> str:
-        return "" if self.remote is None else self.remote.uri
 
     def _start(self, remote: Remote) -> None:
         learn = partial(self._learn, num_before=self.status().num_bytes)

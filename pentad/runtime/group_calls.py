@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -94,10 +94,6 @@ class Failed(Exception):
     """A rank failed; the failure is in its member."""
 
 
-async def wait_for(task: asyncio.Task[T]) -> T:
-    return await task
-
-
 class RankGroup(LearnerClient):
     """Starts, monitors and ends the processes of a group, and makes calls on them."""
 
@@ -172,7 +168,7 @@ class RankGroup(LearnerClient):
             connecting[rank] = asyncio.create_task(self._connect(member))
         self.watching = asyncio.create_task(self._watch())
         self.watching.add_done_callback(self._note_watch_ended)
-        await self._all(lambda one: wait_for(connecting[one.rank]))
+        await self._all(lambda one: connecting[one.rank])
         place = await self._choose_place()
         await self._all(lambda one: self._ask(one, "join", place=place))
         self.joined_at = awake_s()
@@ -278,7 +274,7 @@ class RankGroup(LearnerClient):
             member.take_step(answer["step"])
         return answer
 
-    async def _all(self, action: Callable[[Member], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _all(self, action: Callable[[Member], Awaitable[T]]) -> list[T]:
         """Returns the answers of all ranks. Raises the first cause once a rank fails or hangs."""
 
         async def every() -> list[T]:

@@ -46,7 +46,6 @@ from pentad.trainer.saving.batches import BatchKeeper
 from pentad.trainer.saving.recovery import (
     RecoverHandler,
     finish_saves,
-    progress_of,
     save_after_failure,
 )
 from pentad.trainer.saving.saver import Saver
@@ -350,7 +349,10 @@ class Run:
 
     def _rescue(self) -> None:
         """After a failure: saves and records the trained state, if it is available."""
-        num_done, num_moved = progress_of(self.learner, self.trained)
+        progress = {"num_done": self.trained, "num_moved": 0}
+        if not self.learner.is_gone:
+            progress = self.learner.query("progress")
+        num_done, num_moved = progress["num_done"], progress["num_moved"]
         is_whole = not (num_moved or self.learner.is_broken)
         source, late = self.unrecorded or (None, None)
         if source and late and late.batch == num_done - 1 and is_whole:

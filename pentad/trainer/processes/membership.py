@@ -153,9 +153,9 @@ class Membership:
             return replace(found, kind="died", slot=None)
         if not self.is_on or self.current is None:
             return found
-        slot = self.current.used[cause.rank]
-        # Its process cannot be restarted in a slot that is unavailable.
-        kind = "away" if self.why_unavailable(slot) else found.kind
+        slot, kind = self.current.used[cause.rank], found.kind
+        if kind != "away" and self.why_unavailable(slot):  # its process cannot be restarted there
+            kind = "away"
         away = self.away()
         left = [one for one in range(self.count) if one != slot and one not in away]
         can_shrink = self._fitted(left) is not None

@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 async def open_scorers(
     run: Run, store: GroupStore, max_row_tokens: int, stack: AsyncExitStack
-) -> dict[str, Scorer]:
+) -> dict[str, ScorerClient]:
     """Opens the scorers, by role, each with its weights and the store; `stack` closes them. If the
     learner is a process, so are they: on this machine, or placed by the learner's runtime."""
-    found: dict[str, Scorer] = {}
+    found: dict[str, ScorerClient] = {}
     config, device = run.config, run.learner.device
     if not scorers(config):
         return found
@@ -63,7 +63,7 @@ async def open_scorers(
         steps["open_store"] = {"address": store.address}
     for role in scorers(config):
         start = start_ranks if run.learner.is_remote else start_thread
-        found[role] = scorer = Scorer(
+        found[role] = scorer = ScorerClient(
             role,
             partial(start, run, role, devices.get(role, ()), store),
             steps,
@@ -125,7 +125,7 @@ def serve_scorer(given: dict[str, Any], rank: Rank, device: torch.device) -> Sco
     return ScorerService(config, rank, device, given["role"])
 
 
-class Scorer:
+class ScorerClient:
     """The client of a scorer. If one of its processes is lost, only this scorer is restarted, as a
     new generation; it has no state to restore."""
 
@@ -242,7 +242,7 @@ class RefreshedReference:
     HF folder named by its version, from which a lost scorer is restarted.
     """
 
-    scorer: Scorer
+    scorer: ScorerClient
     learner: LearnerClient
     folder: Path
     """An absolute path."""
@@ -294,7 +294,7 @@ class ScorePump:
     """
 
     state: RunState
-    scorers: Mapping[str, Scorer]
+    scorers: Mapping[str, ScorerClient]
     """The scorers, by role."""
     _: KW_ONLY
     num_chunks: int

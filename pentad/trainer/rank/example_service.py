@@ -89,8 +89,8 @@ class ExampleService(EngineService, ABC):
     def progress(self) -> dict[str, int]:
         return {"num_done": self.num_done, "num_moved": 0}
 
-    def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
-        counters = super().restore_state(role, root, step, folder)
+    def restore_state(self, role: str, root: str, step: int) -> dict[str, Any]:
+        counters = super().restore_state(role, root, step)
         self.num_done = step + 1
         return counters
 

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.exports import AdapterExporter, Exporter
-from pentad.checkpoint.folders import Damaged, Unreadable, info_folder, read_checkpoint
+from pentad.checkpoint.folders import (
+    Damaged,
+    Unreadable,
+    info_folder,
+    read_checkpoint,
+    state_folder,
+)
 from pentad.checkpoint.restore import restore_learner
 from pentad.checkpoint.shards import StateSaver
 from pentad.checkpoint.writer import Writer
@@ -208,7 +214,7 @@ class EngineService:
         except RunError as error:
             return [{"files": {}, "error": str(error), "system": None}]
 
-    def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
+    def restore_state(self, role: str, root: str, step: int) -> dict[str, Any]:
         """Restores the state and returns the counters of the checkpoint. Fails on all ranks or on
         none."""
         hit("load", step=step + 1)
@@ -218,7 +224,7 @@ class EngineService:
             checkpoint = read_checkpoint(Path(root), step)
             if checkpoint is None:
                 raise RunError(f"{Path(root) / info_folder(step)}: not seen by every rank")
-            counters = restore_learner(self.engines[role], checkpoint, folder)
+            counters = restore_learner(self.engines[role], checkpoint, state_folder(role, step))
         except RunError as error:
             failure = error
         group = self._saver(role).group
@@ -232,11 +238,11 @@ class EngineService:
             raise failure
         return counters
 
-    def roll_back(self, role: str, root: str, step: int, folder: str) -> None:
+    def roll_back(self, role: str, root: str, step: int) -> None:
         """Restores weights and optimizer state; step count and learning-rate schedule continue."""
         engine = self.engines[role]
         counted = engine.num_steps, engine.num_skipped
-        EngineService.restore_state(self, role, root, step, folder)
+        EngineService.restore_state(self, role, root, step)
         engine.num_steps, engine.num_skipped = counted
 
     def _saver(self, role: str) -> StateSaver:
@@ -414,8 +420,8 @@ class LearnerService(EngineService):
         """Returns the number of trained batches, and optimizer steps of the one in progress."""
         return {"num_done": self.update.num_done, "num_moved": self.update.num_moved}
 
-    def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
-        counters = super().restore_state(role, root, step, folder)
+    def restore_state(self, role: str, root: str, step: int) -> dict[str, Any]:
+        counters = super().restore_state(role, root, step)
         self.update.num_done = step + 1
         return counters
 

@@ -373,12 +373,7 @@ def restore_learners(
     """Restores the learners of these roles; returns the answer of each, by role."""
     root, step = str(checkpoint.root.absolute()), checkpoint.step
     with holding(checkpoint.root / checkpoint.info / COMMIT):
-        return {
-            role: learner.call_all(
-                method, role=role, root=root, step=step, folder=state_folder(role, step)
-            )
-            for role in roles
-        }
+        return {role: learner.call_all(method, role=role, root=root, step=step) for role in roles}
 
 
 def begin_ending(saves: Iterable[Periodic], stop: StopFlag) -> str:
@@ -414,15 +409,6 @@ def finish_saves(
         text = "before the recovery checkpoint of the last step was saved; the model is in "
         raise stopped(stop.reason, f"{text}{folders[0]}; {recover.next_start}")
     return folders
-
-
-def progress_of(learner: LearnerClient, trained: int) -> tuple[int, int]:
-    """Returns the number of trained batches, and of updates of a further one; `trained` if the
-    learners are lost or were never built."""
-    if learner.is_gone:
-        return trained, 0
-    progress = learner.query("progress")
-    return progress["num_done"], progress["num_moved"]
 
 
 def save_after_failure(

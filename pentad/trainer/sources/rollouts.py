@@ -37,7 +37,7 @@ from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.rollout_pump import RolloutPump, rejection
 from pentad.trainer.pumps.scheduler import Scheduler, Watchdog
-from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, Scorer, open_scorers
+from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, ScorerClient, open_scorers
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump
 from pentad.trainer.rank.learners import roles_of, start_run
@@ -201,7 +201,7 @@ def prober_of(run: Run, checked: Checked, side: SamplerSide) -> Prober:
 
 
 def reference_of(
-    run: Run, models: Mapping[str, Scorer], size: RunSize
+    run: Run, models: Mapping[str, ScorerClient], size: RunSize
 ) -> RefreshedReference | None:
     """Returns the reference, if it has separate devices and is refreshed."""
     if "ref" not in models or not run.config.ref_update_interval:
