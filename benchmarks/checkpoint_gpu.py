@@ -32,7 +32,7 @@ from engine_smoke import DEVICE, TOY, MeanNll, make_rows  # noqa: E402
 from pentad.checkpoint.folders import find_checkpoints, info_folder  # noqa: E402
 from pentad.checkpoint.job import CommitJob, run_job  # noqa: E402
 from pentad.checkpoint.restore import restore_learner  # noqa: E402
-from pentad.checkpoint.shards import StateSaver, save_learner  # noqa: E402
+from pentad.checkpoint.shards import StateSaver  # noqa: E402
 from pentad.checkpoint.writer import Writer  # noqa: E402
 from pentad.engine.engine import Engine, build_engine  # noqa: E402
 from pentad.engine.section import EngineSettings, ModelConfig  # noqa: E402
@@ -60,14 +60,16 @@ def train(engine: Engine, step: int) -> float:
 def save(engine: Engine, saver: StateSaver, root: Path, step: int, mode: str) -> dict:
     folder = f"default/recover_checkpoint/globalstep{step}"
     begun = time.monotonic()
-    staged = save_learner(saver, engine, root, folder, is_async=mode == "async")
+    tensors, counters = engine.state_tensors(), engine.state_counters()
+    staged = saver.save(tensors, root, folder, is_async=mode == "async", counters=counters)
     stall = time.monotonic() - begun
     beside: list[float] = []
-    while not staged.pending.is_done:
+    while not staged.done():
         beside.append(train(engine, step))
-    run_job(CommitJob(root, info_folder(step), staged.pending.wait()["files"], (), keep_last=1))
+    written = staged.result()
+    run_job(CommitJob(root, info_folder(step), written["files"], (), keep_last=1))
     commit = time.monotonic() - begun
-    return {"stall": stall, "commit": commit, "bytes": staged.num_bytes, "beside": beside}
+    return {"stall": stall, "commit": commit, "bytes": written["bytes"], "beside": beside}
 
 
 def read_all(paths: list[Path]) -> float:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob
-from pentad.checkpoint.job import FileSegment, FileSpan, Span, run_job
+from pentad.checkpoint.job import FileSegment, FileSpan, Lazy, Span, run_job
 from pentad.checkpoint.rank_saver import Outcomes, RankSaver
 from pentad.checkpoint.writer import Pending, Writer, failure_in
 from pentad.core.errors import RunError, UserError
@@ -111,27 +113,22 @@ class Exporter(RankSaver):
         """Renames the folder, or removes it after a failure; all ranks get the same result."""
         done = Pending()
         if self.rank == 0:
-            failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
-            done.settle({}, self._placed(failures[0] if failures else None))
+            done.settle_by(lambda: self._place(outcomes))
         else:
-            done.settle({})
-        found = done.outcome()
+            done.set_result({})
+        found = {**done.outcome(), "files": {}}
         return [found if self.answers is None else gather_values(found, self.answers)[0]]
 
-    def _placed(self, failure: OSError | RunError | None) -> OSError | RunError | None:
-        place = self.place
-        job = PlaceJob(place.aside, place.target, place.sizes, failure)
+    def _place(self, outcomes: Outcomes) -> dict[str, Any]:
+        failures = [failure for one in outcomes if (failure := failure_in(one)) is not None]
+        place = replace(self.place, failure=failures[0] if failures else None)
         if self.is_abandoned:
-            return failure or RunError(f"{place.target}: the process ended before it was complete")
-        try:
-            if self.is_async:
-                assert self.writer is not None
-                self.writer.submit(job).wait()
-            else:
-                run_job(job)
-        except (OSError, RunError) as error:
-            return error
-        return None
+            ended = RunError(f"{place.target}: the process ended before it was complete")
+            raise place.failure or ended
+        if not self.is_async:
+            return run_job(place)
+        assert self.writer is not None
+        return self.writer.submit(place).result()
 
     def _specs(self, plan: FolderPlan, give: GiveBlock) -> list[BlockSpec]:
         assert self.blocks is not None
@@ -173,7 +170,7 @@ class Exporter(RankSaver):
                     torch.cuda.synchronize(device)
             return memoryview(own.memory[: block.size_bytes].numpy())
 
-        return lambda block: lambda: produce(block)
+        return lambda block: Lazy(block.size_bytes, partial(produce, block))
 
 
 class AdapterExporter(RankSaver):

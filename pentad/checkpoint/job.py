@@ -38,8 +38,6 @@ NUM_THREADS = 4
 """Number of threads; each one hashes and writes whole pieces."""
 CHUNK_BYTES = 8 << 20
 """Number of bytes hashed and written at once."""
-ALONE_BYTES = 64 << 10
-"""Bytes below which the writing thread hashes too: handing them to another takes longer."""
 POLL_S = 0.02
 NUM_PARENTS = 4
 """Number of folders above the root that a run creates."""
@@ -103,9 +101,15 @@ class FileSpan:
     length: int
 
 
-Lazy = Callable[[], memoryview]
-"""Function that returns the bytes when they are written; they must stay valid until the next call.
-Only for jobs that run in this process."""
+@dataclass(frozen=True, slots=True)
+class Lazy:
+    """Bytes that are made when they are written; they must stay valid until the same thread makes
+    the next ones. Only for jobs that run in this process."""
+
+    length: int
+    make: Callable[[], memoryview]
+
+
 FileSegment = bytes | Span | FileSpan | Lazy
 
 
@@ -328,17 +332,14 @@ def _chains(root: Path, paths: list[str]) -> list[Path]:
 def _write_file(path: Path, file: FileSpec, disk: Disk) -> FileEntry:
     fd = disk.create(path)
     try:
-        if any(callable(segment) for piece in file.pieces for segment in piece.segments):
-            entries = list(_write_in_order(fd, file.pieces, disk))
-        else:
-            entries = _write_in_threads(fd, file.pieces, disk)
+        entries = _write_pieces(fd, file.pieces, disk)
         disk.fsync(fd)
     finally:
         disk.close(fd)
     return FileEntry(sum(entry.length for entry in entries), tuple(entries))
 
 
-def _write_in_threads(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> list[PieceEntry]:
+def _write_pieces(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> list[PieceEntry]:
     """Each thread hashes and writes whole pieces."""
 
     def write(piece: Piece, start: int) -> PieceEntry:
@@ -358,26 +359,6 @@ def _write_in_threads(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> list[Pi
             return [task.result() for task in tasks]
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _write_in_order(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> Iterator[PieceEntry]:
-    """Writes one part at a time, hashing a large one in parallel: the next part may reuse its
-    memory."""
-    end = 0
-    with ThreadPoolExecutor(1) as pool:
-        for piece in pieces:
-            digest = hashlib.sha256()
-            start = end
-            for part in _parts(piece):
-                if len(part) < ALONE_BYTES:
-                    digest.update(part)
-                    disk.write(fd, part, end)
-                else:
-                    summing = pool.submit(digest.update, part)
-                    disk.write(fd, part, end)
-                    summing.result()
-                end += len(part)
-            yield PieceEntry(piece.name, start, end - start, digest.hexdigest())
 
 
 def _parts(piece: Piece) -> Iterator[memoryview]:
@@ -401,12 +382,11 @@ def view_of(segment: FileSegment) -> memoryview:
                 raise RunError(f"{segment.path}: ended within a tensor; it was truncated")
             return memoryview(data)
         case _:
-            return segment().cast("B")
+            return segment.make().cast("B")
 
 
 def _length(segment: FileSegment) -> int:
-    assert not callable(segment)
-    return segment.length if isinstance(segment, Span | FileSpan) else len(segment)
+    return len(segment) if isinstance(segment, bytes) else segment.length
 
 
 def _give_back(root: Path, paths: Iterable[str], disk: Disk) -> None:

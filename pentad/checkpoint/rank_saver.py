@@ -115,11 +115,11 @@ class RankSaver:
                 assert self.writer is not None, "asynchronous saves need a writer"
                 pending = self.writer.submit(job)
             else:
-                pending.settle(run_job(job))
+                pending.set_result(run_job(job))
         except (OSError, RunError) as error:
-            pending.settle({}, error)
+            pending.set_exception(error)
         except UserError as error:
-            pending.settle({}, RunError(str(error)))
+            pending.set_exception(RunError(str(error)))
         self.pending = pending
         self.gathering = Future()
         threading.Thread(target=self._gather, args=(pending, self.gathering), daemon=True).start()
@@ -134,14 +134,14 @@ class RankSaver:
     def finish(self) -> None:
         """Waits until no writer uses the memory; `outcomes` has the results."""
         if self.pending is not None and self.gathering is not None:
-            self.pending.settled()
+            wait([self.pending])
             wait([self.gathering])
             self.pending = None
 
     def close(self, *, is_failed: bool = False) -> None:
         """Closes the saver; after a failure it does not wait for other ranks."""
         if is_failed and self.pending is not None:
-            self.pending.settled()
+            wait([self.pending])
         elif not is_failed:
             self.finish()
         self.memory.close()

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ from pentad.checkpoint.folders import info_folder, step_of
 from pentad.checkpoint.job import (
     FileSegment,
     FileSpec,
+    Lazy,
     Piece,
     Span,
     WriteJob,
@@ -107,15 +109,6 @@ class ShardPlan:
         return sum(aligned(item.size_bytes) for item in self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A started save of this rank."""
-
-    pending: Pending
-    num_bytes: int
-    """Number of bytes that this rank writes."""
-
-
 class StateSaver(RankSaver):
     """Saves the state of one learner on one rank; all ranks make the same calls. At most one save
     is in progress."""
@@ -139,7 +132,7 @@ class StateSaver(RankSaver):
         is_async: bool,
         counters: Mapping[str, Any] | None = None,
         generation: int | None = None,
-    ) -> Staged:
+    ) -> Pending:
         """Saves the state, which may change after it returns. A write error is stored in the
         pending result, so that all ranks return; `outcomes` has the errors of all. `counters` are
         written beside the tensors; `generation` is the learners' (`checkpoint.fence`)."""
@@ -157,8 +150,7 @@ class StateSaver(RankSaver):
             files = self._files(plan, parts, folder, give, counters)
             return WriteJob(Path(root), info_folder(step), files, generation)
 
-        pending = self.begin(make_job, is_async=is_async)
-        return Staged(pending, sum(item.size_bytes for item in plan.items))
+        return self.begin(make_job, is_async=is_async)
 
     def _plan_for(self, tensors: Mapping[str, Tensor]) -> ShardPlan:
         described = [(n, t.shape, t.dtype, local(t).shape) for n, t in tensors.items()]
@@ -202,26 +194,6 @@ class StateSaver(RankSaver):
 
 Give = Callable[[int, Tensor, int, int], FileSegment]
 """Function (item number, tensor, start, stop) -> that range of the tensor's bytes."""
-
-
-def save_learner(
-    saver: StateSaver,
-    learner: Stateful,
-    root: Path,
-    folder: str,
-    *,
-    is_async: bool,
-    generation: int | None = None,
-) -> Staged:
-    """Saves the whole state of a learner; every rank calls it."""
-    return saver.save(
-        learner.state_tensors(),
-        root,
-        folder,
-        is_async=is_async,
-        counters=learner.state_counters(),
-        generation=generation,
-    )
 
 
 def file_name(rank: int) -> str:
@@ -300,18 +272,18 @@ def _pieces(item: Item, give: Callable[[int, int], FileSegment]) -> Iterator[Pie
         yield Piece(f"{item.name} {show(item.box)}{part}", tuple(segments))
 
 
-class _Bounce:
-    """Host buffer for one segment at a time between GPU and disk."""
+class _Bounce(threading.local):
+    """Host buffer of a writing thread, for one segment at a time between GPU and disk."""
 
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None
+    memory: Tensor | None = None
 
     def take(self, part: Tensor) -> Tensor:
         if part.device.type == "cpu":
             return part
-        if self.memory is None:
-            self.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
-        return self.memory[: part.numel()].copy_(part)
+        with torch.cuda.device(part.device):
+            if self.memory is None:
+                self.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            return self.memory[: part.numel()].copy_(part)
 
 
 def _lazily(bounce: _Bounce, number: int, part: Tensor, start: int, stop: int) -> FileSegment:
@@ -319,4 +291,4 @@ def _lazily(bounce: _Bounce, number: int, part: Tensor, start: int, stop: int) -
         flat = part.contiguous().view(-1).view(torch.uint8)
         return bounce.take(flat[start:stop]).numpy().data
 
-    return produce
+    return Lazy(stop - start, produce)

@@ -48,11 +48,8 @@ class UploadStatus:
     """Newest step that is not yet in the store."""
     num_bytes: int = 0
     """Bytes sent and acknowledged in this run."""
-    num_retries: int = 0
     num_failures: int = 0
     """Number of uploads of a checkpoint that failed after all retries; each is reported."""
-    error: str = ""
-    """The last failure."""
 
 
 class Tiers:
@@ -172,7 +169,7 @@ class Tiers:
             assert self.uploader is not None, "it was started"
             self.uploader.tell(step)
         except OSError as error:
-            self._learn({"error": f"the uploader cannot be started: {error}"}, self.known)
+            self._learn({"error": f"the uploader cannot be started: {error}"})
 
     def make_room(self) -> list[int]:
         """Removes local checkpoints on a full disk, except the newest; with a store, only those for
@@ -199,7 +196,8 @@ class Tiers:
         waiting = self.status().waiting_step
         if waiting is not None:
             rest = "it is on the local disk, and the next start of the run uploads it"
-            place = f"{self.remote_uri}{f' ({cut} ended the upload)' if cut else ''}"
+            assert self.remote is not None, "there is an uploader"
+            place = f"{self.remote.uri}{f' ({cut} ended the upload)' if cut else ''}"
             self.report(f"the checkpoint of step {waiting + 1} is not in {place}; {rest}")
         return waiting is None
 
@@ -220,12 +218,8 @@ class Tiers:
         """Number of local checkpoints that a committer keeps; with a store, all."""
         return self.keep_last if self.remote is None else sys.maxsize
 
-    @property
-    def remote_uri(self) -> str:
-        return "" if self.remote is None else self.remote.uri
-
     def _start(self, remote: Remote) -> None:
-        learn = partial(self._learn, base=self.status())
+        learn = partial(self._learn, num_before=self.status().num_bytes)
         target = "pentad.checkpoint.upload:serve"
         self.uploader = Helper("the uploader", target, on_event=learn)
 
@@ -235,22 +229,19 @@ class Tiers:
 
         self.uploader.call(remote, self.root, self.keep_last).add_done_callback(note_end)
 
-    def _learn(self, facts: dict[str, Any], base: UploadStatus) -> None:
-        """Updates the status from the uploader's messages; `base`: the status before it started."""
+    def _learn(self, facts: dict[str, Any], num_before: int = 0) -> None:
+        """Updates the status from the uploader's messages; `num_before`: bytes that earlier
+        uploaders sent."""
         with self.lock:
             known = self.known
             if "bytes" in facts:
-                num_bytes = base.num_bytes + facts["bytes"]
-                num_retries = base.num_retries + facts["retries"]
-                known = replace(known, num_bytes=num_bytes, num_retries=num_retries)
+                known = replace(known, num_bytes=num_before + facts["bytes"])
             if "error" in facts:
-                known = replace(known, num_failures=known.num_failures + 1, error=facts["error"])
+                known = replace(known, num_failures=known.num_failures + 1)
             if "uploaded" in facts:
-                step = facts["uploaded"]
-                is_all = known.waiting_step is not None and known.waiting_step <= step
-                known = replace(
-                    known, last_step=step, waiting_step=None if is_all else known.waiting_step
-                )
+                step, waiting = facts["uploaded"], known.waiting_step
+                is_left = waiting is not None and waiting > step
+                known = replace(known, last_step=step, waiting_step=waiting if is_left else None)
             self.known = known
         if "error" in facts:
             self.report(facts["error"])

@@ -308,7 +308,7 @@ def serve(channel: Channel) -> None:
     store = Store(remote)
 
     def emit(**facts: Any) -> None:
-        channel.send((None, {"bytes": store.num_bytes, "retries": store.num_retries, **facts}))
+        channel.send((None, {"bytes": store.num_bytes, **facts}))
 
     uploader = Uploader(store, root, keep_last, emit)
     threading.Thread(target=_listen, args=(channel, uploader), daemon=True).start()

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from pentad.checkpoint.job import WriterJob, run_job
@@ -26,63 +26,44 @@ from pentad.runtime.process import NICENESS
 log = logging.getLogger(__name__)
 
 
-class Pending:
-    """A submitted job."""
+class Pending(Future[dict[str, Any]]):
+    """A submitted job: its result, or its OSError or RunError."""
 
     def __init__(self) -> None:
-        self.error: OSError | RunError | None = None
-        """The error; None while the job runs."""
-        self._done = threading.Event()
-        self._result: dict[str, Any] = {}
-        self._begun = self._ended = time.monotonic()
+        super().__init__()
+        self._begun = time.monotonic()
+        self._ended: float | None = None
+        self.add_done_callback(self._note_end)
 
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
+    def _note_end(self, _: Future[dict[str, Any]]) -> None:
+        self._ended = time.monotonic()
 
     @property
     def is_whole(self) -> bool:
         """Whether the job is done without an error."""
-        return self.is_done and self.error is None
+        return self.done() and self.exception() is None
 
     @property
     def seconds(self) -> float:
         """Seconds from submission until the job was done."""
-        return (self._ended if self.is_done else time.monotonic()) - self._begun
-
-    def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """Waits for the result; raises the job's error, or TimeoutError."""
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"the writer is not done after {timeout:g} s")
-        if self.error is not None:
-            raise self.error
-        return self._result
-
-    def settled(self, timeout: float | None = None) -> None:
-        """Waits until the job is done or has failed, at most for the given time."""
-        self._done.wait(timeout)
-
-    def settle(self, result: dict[str, Any], error: OSError | RunError | None = None) -> None:
-        self._result, self.error, self._ended = result, error, time.monotonic()
-        self._done.set()
+        return (self._ended or time.monotonic()) - self._begun
 
     def settle_by(self, function: Callable[[], dict[str, Any]]) -> None:
         """Runs a function: its result or exception becomes that of the job."""
         try:
-            self.settle(function())
+            self.set_result(function())
         except (OSError, RunError) as error:
-            self.settle({}, error)
+            self.set_exception(error)
         except Exception as error:  # whatever it is, it must not be waited for
             log.info("a job failed", exc_info=True)
-            self.settle({}, RunError(f"{type(error).__name__}: {error}"))
+            self.set_exception(RunError(f"{type(error).__name__}: {error}"))
 
     def outcome(self) -> dict[str, Any]:
         """Result of a finished write job as JSON: its files, or the error."""
-        self._done.wait()
-        error, system = self.error, None
+        error, system = self.exception(), None
         if isinstance(error, OSError) and error.errno is not None:
             system = [error.errno, error.strerror, error.filename]
-        files = self._result.get("files", {})
+        files = {} if error else self.result().get("files", {})
         return {"files": files, "error": None if error is None else str(error), "system": system}
 
 
@@ -115,7 +96,7 @@ class Writer:
         pending = Pending()
         with self._lock:
             if self._is_closed:
-                pending.settle({}, RunError("the run has ended, and its writer with it"))
+                pending.set_exception(RunError("the run has ended, and its writer with it"))
                 return pending
             if self._helper is None or not self._helper.child.is_running:
                 name = "the process that writes checkpoints"

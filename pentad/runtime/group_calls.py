@@ -1,6 +1,6 @@
 """Calls of all ranks of a group of role processes, from the process that started the group.
 
-    with RankGroup(runtime, specs, settings) as group:
+    with RankGroup(runtime, specs, stall_s=300.0) as group:
         group.call_all("build", num_steps=8)
 
 Every call goes to all ranks at once and returns rank 0's result. If a rank dies, hangs or fails,
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -59,18 +59,6 @@ END_S = 15.0
 """Time limit for ranks to exit after a failure, in seconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSettings:
-    stall_s: float
-    """A group is ended if one of its processes sends nothing for this long, or a call on all ranks
-    makes no progress; until the first step a call may take `timeout_s`, if that is longer."""
-    timeout_s: float = 600.0
-    errors: Mapping[str, type[Exception]] = field(default_factory=dict)
-    """Error classes that callers handle, by name."""
-    away: Callable[[int], str | None] = lambda rank: None
-    """Returns why the slot of a rank is unusable; None if it is usable."""
-
-
 @dataclass(slots=True, eq=False)
 class Member:
     """One rank: its process, its connection, and its last report."""
@@ -106,10 +94,6 @@ class Failed(Exception):
     """A rank failed; the failure is in its member."""
 
 
-async def wait_for(task: asyncio.Task[T]) -> T:
-    return await task
-
-
 class RankGroup(LearnerClient):
     """Starts, monitors and ends the processes of a group, and makes calls on them."""
 
@@ -120,15 +104,24 @@ class RankGroup(LearnerClient):
         self,
         runtime: Runtime,
         specs: Sequence[RoleSpec],
-        settings: GroupSettings,
+        *,
+        stall_s: float,
+        timeout_s: float = 600.0,
+        errors: Mapping[str, type[Exception]] | None = None,
+        why_away: Callable[[int], str | None] = lambda rank: None,
         device: Any = None,
         name: str = "learner",
     ) -> None:
-        """`specs`: by rank; `device`: that of the ranks, for callers."""
+        """`specs`: by rank. The group is ended if one of its processes sends nothing for `stall_s`,
+        or a call on all ranks makes no progress; until the first step a call may take `timeout_s`,
+        if that is longer. `errors`: classes that callers handle, by name; `why_away`: why the slot
+        of a rank is unusable, None if it is usable; `device`: that of the ranks, for callers."""
         super().__init__(name)
         self.runtime = runtime
         self.specs = specs
-        self.settings = settings
+        self.stall_s, self.timeout_s = stall_s, timeout_s
+        self.errors: dict[str, type[Exception]] = {"OSError": OSError, **(errors or {})}
+        self.why_away = why_away
         self.device = device
         self.world = len(specs)
         self.members: list[Member] = []
@@ -175,7 +168,7 @@ class RankGroup(LearnerClient):
             connecting[rank] = asyncio.create_task(self._connect(member))
         self.watching = asyncio.create_task(self._watch())
         self.watching.add_done_callback(self._note_watch_ended)
-        await self._all(lambda one: wait_for(connecting[one.rank]))
+        await self._all(lambda one: connecting[one.rank])
         place = await self._choose_place()
         await self._all(lambda one: self._ask(one, "join", place=place))
         self.joined_at = awake_s()
@@ -259,9 +252,8 @@ class RankGroup(LearnerClient):
         if "mild" not in answer:
             return answer["value"]
         described = answer["mild"]
-        known: dict[str, type[Exception]] = {"OSError": OSError, **self.settings.errors}
-        if described["kind"] in known:
-            raise known[described["kind"]](described["text"])
+        if described["kind"] in self.errors:
+            raise self.errors[described["kind"]](described["text"])
         raise revive_error(self.members[0].process.name, described)
 
     async def _ask(self, member: Member, what: str, **arguments: Any) -> Any:
@@ -282,7 +274,7 @@ class RankGroup(LearnerClient):
             member.take_step(answer["step"])
         return answer
 
-    async def _all(self, action: Callable[[Member], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _all(self, action: Callable[[Member], Awaitable[T]]) -> list[T]:
         """Returns the answers of all ranks. Raises the first cause once a rank fails or hangs."""
 
         async def every() -> list[T]:
@@ -349,7 +341,7 @@ class RankGroup(LearnerClient):
 
     def _find_away(self) -> list[Failure]:
         """Returns failures of ranks whose slot was removed, even if their processes run."""
-        found = [(one, self.settings.away(one.rank)) for one in self.members]
+        found = [(one, self.why_away(one.rank)) for one in self.members]
         now = awake_s()
         return [
             Failure(one.rank, one.step, "away", f"its slot is gone ({why})", now)
@@ -359,7 +351,7 @@ class RankGroup(LearnerClient):
 
     def _find_hang(self) -> tuple[str, list[Member]] | None:
         """Returns the hung ranks and the evidence; None if none hangs."""
-        now, limit = awake_s(), self.settings.stall_s
+        now, limit = awake_s(), self.stall_s
         silence_s = min(limit, LEAVE_S) if self.is_stopping() else limit
         silent = [
             one
@@ -369,7 +361,7 @@ class RankGroup(LearnerClient):
         if silent:
             return "does not run", silent
         if all(one.step is None for one in self.members):  # models are being loaded
-            limit = max(limit, self.settings.timeout_s)
+            limit = max(limit, self.timeout_s)
         within = [one for one in self.members if one.still_s >= 0]
         if not within or min(one.still_s for one in within) <= limit:
             return None

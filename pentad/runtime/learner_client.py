@@ -1,9 +1,9 @@
 """The scheduler's client of a learner or a scorer: ordered calls on all its ranks, and queries to
 its rank 0.
 
-`runtime.group_calls.RankGroup` transports the calls over connections to the ranks. A single rank
-may be this process, for debuggers and laptops: then they are function calls
-(`runtime.calls.DirectCalls`).
+Every rank has a service: an object with methods that take and return JSON values.
+`runtime.group_calls.RankGroup` calls it over a connection. A single rank may be this process, for
+debuggers and laptops: then calls are function calls (`DirectCalls`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pentad.runtime.awake import awake_s
+from pentad.runtime.rank import Rank
 
 T = TypeVar("T")
 
@@ -112,3 +113,48 @@ class LearnerClient(ABC):
         for _ in range(round(CAUSE_S / LOOK_S) if self.is_remote else 0):
             self.check()
             await asyncio.sleep(LOOK_S)
+
+
+class RankService(Protocol):
+    """Interface of a rank's service, besides the methods that are called."""
+
+    rank: Rank
+    device: Any
+    mild: frozenset[str]
+    """Methods that may fail with OSError, RunError or UserError on all ranks together: the caller
+    gets the error, and further calls are possible."""
+
+    def close(self, *, is_failed: bool) -> None:
+        """Waits for work in progress, or abandons it after a failure."""
+        ...
+
+
+class DirectCalls(LearnerClient):
+    """The client of the only rank, in this process. A context manager: its exit ends the
+    service."""
+
+    is_remote = False
+    straggler = None
+
+    def __init__(self, service: RankService, name: str = "learner") -> None:
+        super().__init__(name)
+        self.service = service
+
+    def call_all(self, method: str, **arguments: Any) -> Any:
+        return getattr(self.service, method)(**arguments)
+
+    def query(self, method: str, **arguments: Any) -> Any:
+        return self.call_all(method, **arguments)
+
+    @property
+    def device(self) -> Any:
+        return self.service.device
+
+    def check(self) -> None:
+        """Does nothing: failures are raised by the calls."""
+
+    def __enter__(self) -> DirectCalls:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.service.close(is_failed=error is not None)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import sys
-import tempfile
+from typing import Any
 
 from pentad.runtime.environment import visible_devices
 from pentad.runtime.helper import Descriptor
 from pentad.runtime.process import Child
 from pentad.runtime.role_host import job_of
 from pentad.runtime.roles import RoleProcess, RoleSpec, Runtime
-from pentad.runtime.standby import StandbyPool
+from pentad.runtime.standby import StandbyPool, Waiting
 
 COMMAND = [sys.executable, "-m", "pentad.runtime.role_host"]
 OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -38,22 +37,15 @@ class LocalProcess(RoleProcess):
             fd = Descriptor(listening.fileno())
             job = job_of(spec, token, standing_in=own_environment(spec), listen_fd=fd)
             taken = None if standbys is None else standbys.take(job)
-            self.process = taken or self._start(spec, fd)
+            self.process = taken or self._start(spec, job)
         if spec.cores:
             os.sched_setaffinity(self.process.pid, spec.cores)
 
-    def _start(self, spec: RoleSpec, listen_fd: int) -> Child:
-        with tempfile.TemporaryFile("w+") as job:
-            more = {"parent": os.getpid(), "listen_fd": listen_fd}
-            json.dump(job_of(spec, self.token, **more), job)
-            job.seek(0)
-            return Child.start(
-                [*COMMAND, spec.name],  # readable name in process listings
-                log=spec.log,
-                environment=environment_of(spec),
-                stdin=job,
-                pass_fds=[listen_fd],
-            )
+    def _start(self, spec: RoleSpec, job: dict[str, Any]) -> Child:
+        words = [*COMMAND, spec.name]  # readable name in process listings
+        waiting = Waiting.start(words, environment_of(spec), log=spec.log)
+        waiting.take(job)
+        return waiting.process
 
     @property
     def is_stopped(self) -> bool:

@@ -38,7 +38,7 @@ class Agent:
         self.processes: dict[str, LocalProcess] = {}
 
     async def serve(self, method: str, arguments: dict[str, Any]) -> Any:
-        if method not in ("start", "poll", "kill", "stacks"):
+        if method not in ("start", "poll", "kill"):
             raise RunError(f"an agent has no method {method}")
         return await getattr(self, method)(**arguments)
 
@@ -58,9 +58,6 @@ class Agent:
     async def kill(self, name: str) -> None:
         if (process := self.processes.pop(name, None)) is not None:
             await asyncio.to_thread(process.kill)
-
-    async def stacks(self, name: str) -> None:
-        self.processes[name].stacks()
 
 
 async def run_agent(node: int, folder: Path, token: str) -> None:
@@ -115,14 +112,11 @@ class NodeProcess(RoleProcess):
         """Ends it through the agent; the next process of this name starts after that."""
         self.watching.cancel()
         self.how = self.how or "was ended"
-        self.asking.append(asyncio.create_task(self._ask("kill")))
+        self.asking.append(asyncio.create_task(self._kill()))
 
-    def stacks(self) -> None:
-        self.asking.append(asyncio.create_task(self._ask("stacks")))
-
-    async def _ask(self, method: str) -> None:
+    async def _kill(self) -> None:
         if not self.agent.lost.done():  # else its processes end with the connection
-            await self.agent.call(method, name=self.name)
+            await self.agent.call("kill", name=self.name)
 
 
 class NodeRuntime(Runtime):

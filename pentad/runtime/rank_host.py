@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.specs import load
-from pentad.runtime.calls import RankService
 from pentad.runtime.environment import rank_environment
 from pentad.runtime.frames import describe_error
+from pentad.runtime.learner_client import RankService
 from pentad.runtime.pace import WaitMeter
 from pentad.runtime.rank import Rank
 from pentad.runtime.report import describe_failure

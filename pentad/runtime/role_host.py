@@ -1,4 +1,5 @@
-"""The process of a role: `python -m pentad.runtime.role_host`, with its job as JSON on stdin.
+"""The process of a role: `python -m pentad.runtime.role_host NAME`, which receives its job over a
+channel.
 
 It listens before heavy imports, makes the target's object in a thread, and serves the object's
 async methods to callers with the token. It sends the object's stats as a heartbeat, and exits with
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import inspect
-import json
 import logging
 import os
 import signal
@@ -27,9 +27,9 @@ from pentad.core.errors import RunError, UserError
 from pentad.core.machine import flush_output
 from pentad.core.seeds import seed_globals
 from pentad.core.specs import load
-from pentad.runtime.process import FAILED, die_with_parent
+from pentad.runtime.process import FAILED
 from pentad.runtime.roles import CONNECT_S, RoleSpec
-from pentad.runtime.standby import WAIT, wait_for_job
+from pentad.runtime.standby import wait_for_job
 from pentad.runtime.wire import Listener
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Hosted(Protocol):
 
 
 def job_of(spec: RoleSpec, token: str, **more: Any) -> dict[str, Any]:
-    """Returns the job of a spec's process. `more`: parent and listen_fd, if any."""
+    """Returns the job of a spec's process. `more`: its listening socket and variables, if any."""
     return asdict(spec) | {"log": str(spec.log), "token": token, "path": sys.path, **more}
 
 
@@ -125,13 +125,7 @@ class RoleHost:
 
 
 def main() -> int:
-    if WAIT in sys.argv:
-        job = wait_for_job(sys.argv[sys.argv.index(WAIT) + 1 :])
-    else:
-        job = json.load(sys.stdin)
-        if job.get("parent") is not None:
-            die_with_parent(job["parent"])
-    return run_job(job)
+    return run_job(wait_for_job(sys.argv[1:]))
 
 
 def run_job(job: Mapping[str, Any]) -> int:

@@ -92,9 +92,8 @@ class RoleProcess(ABC):
     def end(self) -> None:
         """Ends the process; called once, by `kill`."""
 
-    @abstractmethod
-    def stacks(self) -> None:
-        """Makes it write the stacks of its threads to its log."""
+    def stacks(self) -> None:  # noqa: B027
+        """Makes it write the stacks of its threads to its log, if it is a rank."""
 
 
 class Runtime(ABC):

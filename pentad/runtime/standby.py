@@ -1,4 +1,5 @@
-"""Standbys: processes that have imported a rank's modules and wait to replace a rank.
+"""Processes that wait for the job of a role: new ones, and standbys, which have imported a rank's
+modules and wait to replace a rank.
 
 Importing Python's modules and torch takes most of the time of replacing a lost rank.
 """
@@ -22,7 +23,6 @@ from pentad.runtime.process import Child
 
 log = logging.getLogger(__name__)
 
-WAIT = "--standby"
 NAME = "standby-" + "." * 24
 """Name in the command line of a standby, padded for the name of its later role."""
 ARGUMENTS, ENVIRONMENT = 45, 47
@@ -35,18 +35,16 @@ IMPORTED_LATE = (
 
 
 @dataclass(eq=False)
-class Standby:
-    """A waiting process and the channel to it."""
+class Waiting:
+    """A process that waits for its job, and the channel to it."""
 
     process: Child
     channel: Channel
 
     @classmethod
-    def start(
-        cls, command: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
-    ) -> Standby:
-        given = {"environment": environment, "stdout": DEVNULL, "stderr": DEVNULL}
-        child, ours = Child.connected([*command, NAME, WAIT, ",".join(modules)], **given)
+    def start(cls, words: Sequence[str], environment: Mapping[str, str], **given: Any) -> Waiting:
+        """`words`: the command, the name of the role, and for a standby its modules."""
+        child, ours = Child.connected(words, environment=environment, **given)
         return cls(child, Channel(ours))
 
     def is_ready(self) -> bool:
@@ -57,7 +55,7 @@ class Standby:
             return False
 
     def take(self, job: Mapping[str, Any]) -> Child | None:
-        """Turns it into the process of a job; None if it has died."""
+        """Makes it the process of a job; None if it has died."""
         try:
             with self.channel.sock:
                 self.channel.send(job)
@@ -80,10 +78,10 @@ class StandbyPool:
     count: int
     modules: Sequence[str]
     environment: Mapping[str, str]
-    ready: list[Standby] = field(default_factory=list)
+    ready: list[Waiting] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     filling: threading.Thread | None = None
-    starting: Standby | None = None
+    starting: Waiting | None = None
     is_closed: bool = False
 
     def fill(self) -> None:
@@ -115,9 +113,9 @@ class StandbyPool:
     def _fill(self) -> None:
         while not self.is_closed and len(self.ready) < self.count:
             try:
-                standby = self.starting = Standby.start(
-                    self.command, self.modules, self.environment
-                )
+                words, quiet = [*self.command, NAME, ",".join(self.modules)], DEVNULL
+                standby = Waiting.start(words, self.environment, stdout=quiet, stderr=quiet)
+                self.starting = standby
             except OSError as error:
                 log.warning("a standby could not be started (%s); none are kept", error)
                 self.count = 0
@@ -134,22 +132,26 @@ class StandbyPool:
 
 
 def wait_for_job(words: Sequence[str]) -> dict[str, Any]:
-    """Runs in the standby process: imports, reports, then waits for its job and returns it."""
-    modules, fd, parent = words
+    """Runs in the process: a standby imports its modules and reports; then waits for its job and
+    returns it."""
+    _, *modules, fd, parent = words
     channel = accept_channel(fd, parent)
-    for module in modules.split(","):
+    for module in modules[0].split(",") if modules else ():
         importlib.import_module(module)
-    channel.send(True)
-    return receive_job(channel)
+    if modules:
+        channel.send(True)
+    job = receive_job(channel)
+    return stand_in(job) if modules else job
 
 
 def receive_job(channel: Channel) -> dict[str, Any]:
-    """Waits for the job that `Standby.take` sends; exits if the channel closes."""
+    """Waits for the job that `Waiting.take` sends; exits if the channel closes."""
     with channel.sock:
         try:
-            return stand_in(channel.receive())
+            job: dict[str, Any] = channel.receive()
         except EOFError:
             sys.exit(0)
+    return job
 
 
 def stand_in(job: dict[str, Any]) -> dict[str, Any]:

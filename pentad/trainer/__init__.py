@@ -6,8 +6,8 @@ batch is trained exactly once; a restarted run continues bitwise equal.
 
 The files here are shared by all kinds of runs. In reading order: `run` (the loop, the restore
 before it, and the end of a run), `context` (folders, log, records), `resume` (selects the
-checkpoint), `stopping` (signals), `records` (the record of a step); `preflight`, `reward_trial` and
-`run_folders` are checks before a start.
+checkpoint), `stopping` (signals), `records` (the record of a step); `inputs`, `preflight`,
+`reward_trial` and `run_folders` are checks before a start, `look` those of a plan.
 
 Subpackages for one kind of run or one task; the docstring of each states its contract:
 

@@ -91,9 +91,9 @@ def check_environment(
     if keys.reward_key == "reward" and keys.name and rewards_itself:
         config = config.model_copy(update={"reward": RewardConfig()})
     if reader is not None:
-        if config.train_dataset.path is not None:
-            stream = checks.attempt(lambda: train_stream(config, keys, reader, workflow))
-        valid = checks.attempt(lambda: valid_stream(config, keys, reader, workflow))
+        given = config, keys, reader, workflow
+        stream = checks.attempt(lambda: prompt_stream("train", *given))
+        valid = checks.attempt(lambda: prompt_stream("valid", *given))
         checks.problems += answer_problems(config, stream, config.train_dataset)
         checks.problems += answer_problems(config, valid, config.valid_dataset)
     checks.problems += reward_problems(config, workflow)
@@ -107,42 +107,28 @@ def check_environment(
     return CheckedEnvironment(keys.name, config, workflow, stream, valid)
 
 
-def train_stream(
-    config: Config,
-    keys: EnvironmentKeys,
-    reader: RowReader,
-    workflow: Workflow | None,
-) -> PromptStream:
-    source = DataSource(
-        data=config.train_dataset,
-        key=keys.data_key,
-        environment=keys.name,
-        seed=config.seed,
-        streaming=config.use_streaming_dataset,
-        room=room_for_prompt(reader.dims, config.gconfig.max_new_tokens),
-        first=reader.first,
-    )
-    return open_prompts(with_tools(source, workflow), reader.tokenizer)
-
-
-def valid_stream(
+def prompt_stream(
+    part: str,
     config: Config,
     keys: EnvironmentKeys,
     reader: RowReader,
     workflow: Workflow | None,
 ) -> PromptStream | None:
-    if config.valid_dataset is None:
+    """Opens the prompts of `train` or `valid`; None if the config has none."""
+    is_valid = part == "valid"
+    data = config.valid_dataset if is_valid else config.train_dataset
+    if data is None or (data.path is None and not is_valid):
         return None
-    key = "evaluator" if config.evaluator.max_new_tokens else "gconfig"
-    new_tokens = config.evaluator.max_new_tokens or config.gconfig.max_new_tokens
-    data = config.valid_dataset.model_copy(update={"shuffle": False})
-    room = room_for_prompt(reader.dims, new_tokens, key)
+    key, new_tokens = "gconfig", config.gconfig.max_new_tokens
+    if is_valid and config.evaluator.max_new_tokens:
+        key, new_tokens = "evaluator", config.evaluator.max_new_tokens
     source = DataSource(
-        data=data,
-        key=keys.valid_key,
+        data=data.model_copy(update={"shuffle": False}) if is_valid else data,
+        key=keys.valid_key if is_valid else keys.data_key,
         environment=keys.name,
         seed=config.seed,
-        room=room,
+        streaming=config.use_streaming_dataset and not is_valid,
+        room=room_for_prompt(reader.dims, new_tokens, key),
         first=reader.first,
     )
     return open_prompts(with_tools(source, workflow), reader.tokenizer)
@@ -156,9 +142,7 @@ def with_tools(source: DataSource, workflow: Workflow | None) -> DataSource:
     return source if workflow is None else replace(source, tools=tools_of(workflow))
 
 
-def room_for_prompt(
-    dims: ModelDims | None, max_new_tokens: int, key: str = "gconfig"
-) -> int | None:
+def room_for_prompt(dims: ModelDims | None, max_new_tokens: int, key: str) -> int | None:
     """Returns the maximum number of prompt tokens that the model's context allows."""
     if dims is None:
         return None

@@ -59,32 +59,12 @@ ANY_TEMPLATE = (
 """A chat template that renders every message and tool, and rejects none."""
 
 
-class Sorting(Collector):
-    """A collector that turns problems of this machine (missing extras or isolation) into notes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def sort(self) -> None:
-        """Moves problems of this machine to the notes."""
-        found, self.problems = self.problems, []
-        needs_extra = any("pip install 'pentad[" in str(one) for one in found)
-        for one in found:
-            text = str(one)
-            is_extra = "pip install 'pentad[" in text
-            is_cause = needs_extra and "No module named" in text
-            if is_extra or is_cause or text.startswith(OF_THE_MACHINE):
-                self.notes.append(f"a run on this machine rejects it: {text}")
-            else:
-                self.problems.append(one)
-
-
 @dataclass
 class Look:
     """Result of a plan's checks: inputs that were read, inputs that were not, and problems."""
 
-    checks: Sorting = field(default_factory=Sorting)
+    checks: Collector = field(default_factory=Collector)
+    notes: list[str] = field(default_factory=list)
     read: list[str] = field(default_factory=list)
     not_read: list[str] = field(default_factory=list)
     is_without_tokenizer: bool = False
@@ -94,21 +74,33 @@ class Look:
     def add_notes(self, data: OrderedData) -> None:
         """Adds the notes that a start would log about the data; they need the tokenizer."""
         if not self.is_without_tokenizer:
-            self.checks.notes += [*data.notes, *sorted(data.warnings)]
+            self.notes += [*data.notes, *sorted(data.warnings)]
 
     def add_length(self, tokens: int) -> None:
         if not self.is_without_tokenizer:
             self.longest = max(tokens, self.longest or 0)
+
+    def sort(self) -> None:
+        """Turns problems of this machine (missing extras or isolation) into notes."""
+        found, self.checks.problems = self.checks.problems, []
+        needs_extra = any("pip install 'pentad[" in str(one) for one in found)
+        for one in found:
+            text = str(one)
+            is_extra = "pip install 'pentad[" in text
+            is_cause = needs_extra and "No module named" in text
+            if is_extra or is_cause or text.startswith(OF_THE_MACHINE):
+                self.notes.append(f"a run on this machine rejects it: {text}")
+            else:
+                self.checks.problems.append(one)
 
     def as_json(self) -> dict[str, Any]:
         problems = [
             [one.where, one.rule, one.remedy] if isinstance(one, Problem) else one
             for one in UserError(self.checks.problems).problems
         ]
-        notes = list(dict.fromkeys(self.checks.notes))
         return {
             "problems": problems,
-            "notes": notes,
+            "notes": list(dict.fromkeys(self.notes)),
             "read": list(dict.fromkeys(self.read)),
             "not_read": list(dict.fromkeys(self.not_read)),
             "longest": self.longest,
@@ -132,7 +124,7 @@ def look(config: Config) -> Look:
     elif reader is not None:
         with TemporaryDirectory() as folder:  # tokens of texts are written there
             read_examples(task, config.model_copy(update={"fileroot": folder}), reader, found)
-    found.checks.sort()
+    found.sort()
     return found
 
 

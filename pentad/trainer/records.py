@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
@@ -81,7 +81,6 @@ class StepRecorder:
     steps_below_target: int = 0
     num_nodes: int = 1
     """Number of machines of the learner's ranks."""
-    find_straggler: Callable[[], int | None] = lambda: None
     num_skipped: int = 0
     rolled_back_to: int | None = None
     """The step to which the run was rolled back, for the next record."""
@@ -146,7 +145,7 @@ class StepRecorder:
             collective=_collective(add_work(steps), [one.num_pairs for one in steps]),
             infra=Infra(
                 active_nodes=self.num_nodes,
-                straggler=self.find_straggler(),
+                straggler=recover.learner.straggler,
                 ep_world_size=self.layout.ep,
                 last_recover_step=_counted(recover.last_saved),
                 recover_stall_ms=recover.stall_ms,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -42,10 +42,10 @@ from pentad.trainer.rank.learners import Role
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.resume import finished, resume, roll_back
 from pentad.trainer.run_folders import describe_progress, now_text
+from pentad.trainer.saving.batches import BatchKeeper
 from pentad.trainer.saving.recovery import (
     RecoverHandler,
     finish_saves,
-    progress_of,
     save_after_failure,
 )
 from pentad.trainer.saving.saver import Saver
@@ -59,8 +59,12 @@ from pentad.trainer.stopping import (
 log = logging.getLogger(__name__)
 
 
+def progress_of_checkpoints(run: Run) -> str:
+    return describe_progress(run.config)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunInputs(ABC):
+class RunInputs:
     """The inputs of a run, read and checked."""
 
     command: Command
@@ -70,40 +74,34 @@ class RunInputs(ABC):
     roles: tuple[Role, ...]
     """Learners: the actor comes first."""
     evaluates: bool
+    open: Callable[[Run, AsyncExitStack], Awaitable[BatchSource]]
+    """Builds the learners and opens the source of batches; the stack closes it. Adds the source's
+    state to `run.recover` for checkpoints."""
+    describe_progress: Callable[[Run], str] = progress_of_checkpoints
+    """Describes the progress of the run before its first step."""
     is_shown: bool = True
     """Whether messages and steps are shown on the screen; else they are in the run folder only."""
-
-    @abstractmethod
-    async def open(self, run: Run, stack: AsyncExitStack) -> BatchSource:
-        """Builds the learners and opens the source of batches; `stack` closes it. Adds the source's
-        state to `run.recover` for checkpoints."""
-
-    def describe_progress(self, run: Run) -> str:
-        """Describes the progress of the run before its first step."""
-        return describe_progress(run.config)
-
-    def summary(self, run: Run, model: Path | None) -> RunSummary:
-        """Returns the summary; RunError if the run stopped early. `model`: the last export."""
-        next_start = run.recover.next_start
-        run.stop.check_complete(run.trained, run.num_steps, model, next_start=next_start)
-        assert model is not None, "a complete run has steps"
-        evals = run.context.recorder.evaluations()
-        return RunSummary(run.context.folder.path, model, run.trained, evals)
 
 
 class BatchSource(ABC):
     """The source of a run's batches, and the training of a batch on the learner."""
 
+    run: Run
     saves_first = False
     """Whether a step is saved and recorded before its weights are published."""
+    batches: BatchKeeper | None = None
+    """Keeps the groups of the last steps."""
 
     @abstractmethod
     def check(self, checkpoint: Checkpoint) -> None:
         """Restores the source's state from a checkpoint; UserError if the data differ from the
         checkpoint's."""
 
-    def restored(self, checkpoint: Checkpoint | None) -> None:  # noqa: B027
-        """Called on the learner's thread after the learners were restored."""
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        """Called on the learner's thread after the learners were restored: loads frozen weights for
+        scoring that the checkpoint does not contain."""
+        saved = sorted(self.run.recover.tags)
+        self.run.learner.call_all("load_tags", has=saved, step=self.run.trained)
 
     @abstractmethod
     async def begin(self) -> None:
@@ -123,8 +121,9 @@ class BatchSource(ABC):
     async def publish(self, snapshot: Any, timer: PhaseTimer) -> None:  # noqa: B027
         """Publishes a snapshot and keeps no reference to it, which is a whole model."""
 
-    async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
+    async def drive(self, steps: Coroutine[Any, Any, None]) -> None:
         """Runs the steps, and the pumps that make batches."""
+        run = self.run
         watch = HangWatch(run.config.stall_abort_s, run.context.folder.file("log.txt"))
         # Learners in other processes are monitored by their rank group.
         await Scheduler(run.stop.request, None if run.learner.is_remote else watch).run(steps)
@@ -133,12 +132,25 @@ class BatchSource(ABC):
         """Names the work in progress while active, for the report of a stalled run."""
         return nullcontext()
 
-    def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+    def record(self, trained: TrainedBatch) -> StepRecord:
+        run = self.run
         memory = MemoryUse(**run.learner.query("memory"))
         return run.context.steps.record(trained, memory, run.savers.get("actor"), run.recover)
 
-    def keep(self, trained: TrainedBatch) -> None:  # noqa: B027
+    def keep(self, trained: TrainedBatch) -> None:
         """Writes the kept files of a step, before its record."""
+        if self.batches is not None:
+            write_trained = partial(self.run.learner.query, "keep_trained")
+            self.batches.keep(trained.batch + 1, trained.groups, write_trained)
+
+    def summary(self, model: Path | None) -> RunSummary:
+        """Returns the summary; RunError if the run stopped early. `model`: the last export."""
+        run = self.run
+        next_start = run.recover.next_start
+        run.stop.check_complete(run.trained, run.num_steps, model, next_start=next_start)
+        assert model is not None, "a complete run has steps"
+        evals = run.context.recorder.evaluations()
+        return RunSummary(run.context.folder.path, model, run.trained, evals)
 
 
 CheckInputs = Callable[[Config, torch.device], RunInputs]
@@ -208,7 +220,7 @@ class Run:
     async def run(self) -> RunSummary:
         with ExitStack() as stepping:
             try:
-                await self._train(stepping)
+                source = await self._train(stepping)
             except (Exception, asyncio.CancelledError) as error:
                 if cut := self._cut_short(error):
                     raise cut from None
@@ -221,9 +233,9 @@ class Run:
                 folders = finish_saves(self.recover, savers, self.trained, self.stop)
             except KeyboardInterrupt:
                 raise self._cut(step=None) from None
-        return self.inputs.summary(self, folders[0] if folders else None)
+        return source.summary(folders[0] if folders else None)
 
-    async def _train(self, stepping: ExitStack) -> None:
+    async def _train(self, stepping: ExitStack) -> BatchSource:
         """Runs all steps, without the last save. From the first step on, `stepping` has the signal
         handlers."""
         async with AsyncExitStack() as stack:
@@ -239,17 +251,17 @@ class Run:
             stepping.enter_context(stop_flag(self.stop))
             self.learner.is_stopping = lambda: bool(self.stop.reason)
             try:
-                await source.drive(self, self.steps(source))
+                await source.drive(self.steps(source))
             except asyncio.CancelledError:
                 self.learner.is_given_up = bool(self.stop.reason)
                 raise
+        return source
 
     def build(self, **given: Any) -> None:
         """Builds the models, on all ranks."""
         with announced(log, "making the model"):
             self.learner.call_all("build", **given)
         self.context.steps.num_nodes = self.learner.call_all("count_nodes")
-        self.context.steps.find_straggler = lambda: self.learner.straggler
 
     def _restore(self, source: BatchSource) -> None:
         checkpoint = resume(self.context, self.recover, source.check)
@@ -326,7 +338,7 @@ class Run:
             self.recover.after_step(
                 trained.batch, trained.progress, is_doubtful=self.bounds.is_doubtful
             )
-        record = source.record(self, trained)
+        record = source.record(trained)
         self.timer = PhaseTimer(after=trained.timer)  # the next step's
         with self.timer.phase("record"):
             source.keep(trained)
@@ -337,7 +349,10 @@ class Run:
 
     def _rescue(self) -> None:
         """After a failure: saves and records the trained state, if it is available."""
-        num_done, num_moved = progress_of(self.learner, self.trained)
+        progress = {"num_done": self.trained, "num_moved": 0}
+        if not self.learner.is_gone:
+            progress = self.learner.query("progress")
+        num_done, num_moved = progress["num_done"], progress["num_moved"]
         is_whole = not (num_moved or self.learner.is_broken)
         source, late = self.unrecorded or (None, None)
         if source and late and late.batch == num_done - 1 and is_whole:

@@ -233,7 +233,7 @@ class ChaosRun:
         """The pid of each role process, by role and number."""
         found = {}
         for pid, line in processes_of(str(self.folder / self.name)).items():
-            if known := re.search(r"role_host (\w+)-(\d+)$", line):
+            if known := re.search(r"role_host (\w+)-(\d+)\b", line):
                 found[known[1], int(known[2])] = pid
         return found
 

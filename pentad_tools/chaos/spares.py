@@ -12,14 +12,14 @@ import socket
 import sys
 import traceback
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pentad.runtime.helper import Channel
-from pentad.runtime.local_roles import LocalProcess, own_environment
+from pentad.runtime.local_roles import LocalProcess
 from pentad.runtime.process import FAILED, Child, die_with_parent
-from pentad.runtime.role_host import job_of, run_job
+from pentad.runtime.role_host import run_job
 from pentad.runtime.roles import RoleSpec
-from pentad.runtime.standby import Standby, receive_job
+from pentad.runtime.standby import Waiting, receive_job, stand_in
 
 
 @dataclass(slots=True)
@@ -40,17 +40,16 @@ class Fork:
         return self.code
 
 
-SPARES: list[Standby] = []
+SPARES: list[Waiting] = []
 start_cold = LocalProcess._start
 
 
-def start(self: LocalProcess, spec: RoleSpec, listen_fd: int) -> Child:
+def start(self: LocalProcess, spec: RoleSpec, job: dict[str, Any]) -> Child:
     """Starts the role in a spare, or in a new process if no spare is left."""
-    job = job_of(spec, self.token, standing_in=own_environment(spec), listen_fd=listen_fd)
     while SPARES:
         if (process := SPARES.pop(0).take(job)) is not None:
             return process
-    return start_cold(self, spec, listen_fd)
+    return start_cold(self, spec, job)
 
 
 def make_spares(count: int) -> None:
@@ -64,7 +63,7 @@ def make_spares(count: int) -> None:
             ours.close()
             _be_spare(parent, Channel(theirs))
         theirs.close()
-        SPARES.append(Standby(Child(Fork(pid)), Channel(ours)))
+        SPARES.append(Waiting(Child(Fork(pid)), Channel(ours)))
 
 
 def _be_spare(parent: int, channel: Channel) -> NoReturn:
@@ -75,7 +74,7 @@ def _be_spare(parent: int, channel: Channel) -> NoReturn:
         for other in SPARES:
             other.channel.sock.close()
         SPARES.clear()
-        code = run_job(receive_job(channel))
+        code = run_job(stand_in(receive_job(channel)))
     except SystemExit:
         code = 0
     except Exception:

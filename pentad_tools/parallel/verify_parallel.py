@@ -22,7 +22,7 @@ from pentad.config.rules.start import too_many_ranks
 from pentad.core.errors import Problem, RunError, UserError
 from pentad.core.fit import default_stages_per_rank
 from pentad.models.families import dims_of
-from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.group_calls import RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import rank_from_environment
 from pentad.telemetry.record import finite
@@ -158,7 +158,6 @@ def run_cases(
     by_world: dict[int, list[int]] = {}
     for number, case in enumerate(cases):
         by_world.setdefault(case.layout.world, []).append(number)
-    settings = GroupSettings(stall_s=2 * TIMEOUT_S, timeout_s=TIMEOUT_S)
     kind = "cuda" if payload["is_cuda"] else "cpu"
     for world, left in by_world.items():
         specs = specs_of_ranks(
@@ -174,7 +173,9 @@ def run_cases(
         while left:
             print(f"{world} ranks: {len(left)} layouts to go", file=sys.stderr, flush=True)
             try:
-                with RankGroup(LocalRuntime(), specs, settings) as ranks:
+                with RankGroup(
+                    LocalRuntime(), specs, stall_s=2 * TIMEOUT_S, timeout_s=TIMEOUT_S
+                ) as ranks:
                     while left:
                         case = cases[left[0]]
                         actor = config_at(subject, case.text).actor

@@ -18,7 +18,7 @@ from torch import Tensor
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder
 from pentad.checkpoint.job import CommitJob, run_job
 from pentad.checkpoint.restore import restore_learner
-from pentad.checkpoint.shards import StateSaver, save_learner
+from pentad.checkpoint.shards import StateSaver
 from pentad.checkpoint.writer import Writer
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
@@ -109,9 +109,10 @@ def write_checkpoint(
     saver = StateSaver(writer)
     saver.prepare(engine.state_tensors())
     folder = state_folder("default", STEP)
-    staged = save_learner(saver, engine, Path(root), folder, is_async=is_async)
+    tensors, counters = engine.state_tensors(), engine.state_counters()
+    staged = saver.save(tensors, Path(root), folder, is_async=is_async, counters=counters)
     after = go_on()
-    staged.pending.wait(240)
+    staged.result(240)
     if engine.meshes.rank == 0:
         written = {path: file for one in saver.outcomes() for path, file in one["files"].items()}
         run_job(CommitJob(Path(root), info_folder(STEP), written, ()))

@@ -14,16 +14,16 @@ from role_processes import role_processes
 from pentad.core.errors import Crashed, RunError, Transient, UserError
 from pentad.runtime import rank_host
 from pentad.runtime.environment import rank_environment
-from pentad.runtime.group_calls import MEETING, GroupSettings, RankGroup
+from pentad.runtime.group_calls import MEETING, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.roles import RoleSpec
 
 pytestmark = pytest.mark.dist
 
-SETTINGS = GroupSettings(stall_s=300.0)
+LIMITS = {"stall_s": 300.0}
 
 
-def make_group(folder, world=2, settings=SETTINGS, **given):
+def make_group(folder, world=2, limits=LIMITS, **given):
     specs = [
         RoleSpec(
             name=f"learner-{rank}",
@@ -42,7 +42,7 @@ def make_group(folder, world=2, settings=SETTINGS, **given):
         )
         for rank in range(world)
     ]
-    return RankGroup(LocalRuntime(), specs, settings)
+    return RankGroup(LocalRuntime(), specs, **limits)
 
 
 def pids():
@@ -130,8 +130,8 @@ def test_a_rank_that_dies_before_it_has_joined_may_be_started_again(tmp_path, ra
 
 
 def test_a_question_to_a_rank_that_hangs_ends_with_the_group(tmp_path):
-    settings = GroupSettings(stall_s=2.0, timeout_s=2.0)
-    with make_group(tmp_path, world=1, settings=settings) as group:
+    limits = {"stall_s": 2.0, "timeout_s": 2.0}
+    with make_group(tmp_path, world=1, limits=limits) as group:
         group.call_all("step")  # its first: from then on silence is a hang
         os.kill(pids()[0], signal.SIGSTOP)
         with pytest.raises(Transient, match=r"rank 0 of 1, step 3: does not run \(it is stopped\)"):

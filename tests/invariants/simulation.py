@@ -337,12 +337,11 @@ class Simulation:
             offload_rollout=world.offload,
         )
         device_turns = DeviceTurns(placement, self.replicas)
-        publish = PublishPump(self.state, Publisher(self.replicas), None, placement, device_turns)
+        publish = PublishPump(self.state, Publisher(self.replicas), None, device_turns)
         rollout = RolloutPump(
             self.state,
             SimpleNamespace(prompt=self.prompt, row_of=lambda gid: f"row {gid}"),
             self,
-            placement,
             device_turns,
             lambda group: "no_signal" if self.happens("no_signal") else None,
             max_groups=None if world.num_started else world.max_groups,
@@ -353,7 +352,6 @@ class Simulation:
             self.state,
             self.run_of_steps.learner,
             publish,
-            placement,
             device_turns,
             world.num_chunks,
         )
@@ -361,7 +359,7 @@ class Simulation:
         forever = SimpleNamespace(run=asyncio.Event().wait)
         roles = ("ref", "teacher")[: world.num_scorers]
         self.scorers = {role: SimulatedScorer(self, role) for role in roles}
-        score = ScorePump(self.state, self.scorers, placement, num_chunks=world.num_chunks)
+        score = ScorePump(self.state, self.scorers, num_chunks=world.num_chunks)
         self.scheduler = Scheduler(
             self.state.request_stop,
             forever,

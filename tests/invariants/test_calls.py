@@ -5,7 +5,7 @@ import json
 import pytest
 from run_lab import values_of
 
-from pentad.runtime.calls import DirectCalls
+from pentad.runtime.learner_client import DirectCalls
 
 
 @pytest.fixture

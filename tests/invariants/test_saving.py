@@ -21,7 +21,7 @@ from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 from pentad.engine.engine import Engine
 from pentad.infer.sampler import EmbeddedSampler
-from pentad.runtime.calls import DirectCalls
+from pentad.runtime.learner_client import DirectCalls
 from pentad.telemetry.recorder import Recorder
 from pentad.telemetry.steps import read_lines
 from pentad.trainer.pumps import rollout_pump

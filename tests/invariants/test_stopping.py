@@ -152,13 +152,13 @@ def test_a_resumed_run_that_is_stopped_before_its_first_step_says_where_it_stand
     for run in (lab.train, lab.sft):
         name = f"trial_name={run.__name__}"
         with monkeypatch.context() as patch, pytest.raises(RunError, match=words + "nothing was"):
-            patch.setattr("pentad.trainer.sources.rollouts.run_selftest", stop_soon)
+            patch.setattr("pentad.trainer.sampling.selftest.Prober.selftest", stop_soon)
             patch.setattr("pentad.trainer.sources.examples.check_packing", stop_now)
             run(name)
         run(name, "total_train_steps=2")
         stands = "the run has done step 2; started again, it resumes there"
         with monkeypatch.context() as patch, pytest.raises(RunError, match=words + stands):
-            patch.setattr("pentad.trainer.sources.rollouts.run_selftest", stop_soon)
+            patch.setattr("pentad.trainer.sampling.selftest.Prober.selftest", stop_soon)
             patch.setattr("pentad.trainer.sources.examples.check_packing", stop_now)
             run(name, "total_train_steps=3")
 

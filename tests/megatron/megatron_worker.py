@@ -22,7 +22,7 @@ from sections import engine_settings  # noqa: E402
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder  # noqa: E402
 from pentad.checkpoint.job import CommitJob, run_job  # noqa: E402
 from pentad.checkpoint.restore import restore_learner  # noqa: E402
-from pentad.checkpoint.shards import StateSaver, save_learner  # noqa: E402
+from pentad.checkpoint.shards import StateSaver  # noqa: E402
 from pentad.checkpoint.writer import Writer  # noqa: E402
 from pentad.core.layout import Layout  # noqa: E402
 from pentad.engine.engine import build_engine  # noqa: E402
@@ -171,8 +171,10 @@ def keep(engine, root):
     """A recovery checkpoint of the engine."""
     writer = Writer()
     saver = StateSaver(writer)
-    staged = save_learner(saver, engine, root, state_folder("default", 1), is_async=False)
-    staged.pending.wait(240)
+    tensors, counters = engine.state_tensors(), engine.state_counters()
+    folder = state_folder("default", 1)
+    staged = saver.save(tensors, root, folder, is_async=False, counters=counters)
+    staged.result(240)
     if engine.meshes.rank == 0:
         written = {path: file for one in saver.outcomes() for path, file in one["files"].items()}
         run_job(CommitJob(root, info_folder(1), written, ()))

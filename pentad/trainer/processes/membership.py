@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pentad.config.rules.elastic import Fitted, fit_world
 from pentad.config.schema import Config
@@ -143,20 +143,23 @@ class Membership:
         slot = self.current.used[rank]
         return self.slots.away().get(slot)
 
-    def loss_of(self, cause: Failure | None) -> tuple[LossKind, int | None, bool]:
-        """Returns the kind of loss, the lost slot, and whether the other slots can train without
-        it. A failure caused by the loss of another rank belongs to no slot."""
-        if cause is None or (cause.is_consequence and cause.kind != "away"):
-            return "died", None, False
-        kind = KINDS[cause.kind]
+    def lost(self, cause: Failure, *, step: int | None, newest: int) -> Lost:
+        """Returns the loss for the restart policy. A failure caused by the loss of another rank
+        belongs to no slot."""
+        found = Lost(
+            kind=KINDS[cause.kind], cause=cause.message, slot=cause.rank, step=step, newest=newest
+        )
+        if cause.is_consequence and cause.kind != "away":
+            return replace(found, kind="died", slot=None)
         if not self.is_on or self.current is None:
-            return kind, cause.rank, False
-        slot = self.current.used[cause.rank]
+            return found
+        slot, kind = self.current.used[cause.rank], found.kind
         if kind != "away" and self.why_unavailable(slot):  # its process cannot be restarted there
             kind = "away"
         away = self.away()
         left = [one for one in range(self.count) if one != slot and one not in away]
-        return kind, slot, self._fitted(left) is not None
+        can_shrink = self._fitted(left) is not None
+        return replace(found, kind=kind, slot=slot, can_shrink=can_shrink)
 
     def carry_out(self, decision: Decision, lost: Lost) -> None:
         """Retires slots as the restart policy decided, and reinstates wrongly retired ones."""

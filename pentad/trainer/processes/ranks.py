@@ -29,7 +29,6 @@ from pentad.runtime.rank_host import device_of
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.signals import handling_signals
 from pentad.trainer.context import RunSummary
-from pentad.trainer.processes.resources import RunResources
 from pentad.trainer.processes.supervisor import (
     MakeService,
     RunJob,
@@ -65,8 +64,7 @@ def run_over_ranks(
     if own is not None:
         return run_under_torchrun(job, own, fresh=fresh)
     try:
-        with RunResources() as resources:
-            return Supervisor(job, resources, is_remote=job.is_remote).run_checked(fresh=fresh)
+        return Supervisor(job, is_remote=job.is_remote).run_checked(fresh=fresh)
     except Unusable as unusable:
         return run_in_fresh_processes(job, unusable.policy)
 
@@ -100,7 +98,7 @@ def run_under_torchrun(job: RunJob, rank: Rank, *, fresh: bool) -> RunSummary:
     """Runs one process of a start by torchrun, which restarts all of them after a failure. That of
     rank 0 is the scheduler; the others serve it and exit."""
     if rank.world == 1:
-        return run_here(job, fresh=fresh)
+        return run_once(job, fresh=fresh)
     device_of(rank, job.device)  # raises if its GPU is missing
     shared = Path(job.config.fileroot).expanduser().absolute()
     meeting, pins = Meeting(rank, shared), pins_of(job.config)
@@ -109,18 +107,15 @@ def run_under_torchrun(job: RunJob, rank: Rank, *, fresh: bool) -> RunSummary:
         raise SystemExit(0)
     is_spread = facts_of(job.config).is_spread or not is_one_machine()
     launched = LaunchedRuntime(meeting, pins, is_spread=is_spread)
-    with closing(meeting), RunResources(launched) as resources:
-        return start_once(job, resources, is_remote=True).run_checked(fresh=fresh)
+    with closing(meeting):
+        return run_once(job, launched, fresh=fresh)
 
 
-def run_here(job: RunJob, *, fresh: bool) -> RunSummary:
-    """Runs a job whose learner, if any, is this process; never restarts it."""
-    with RunResources() as resources:
-        return start_once(job, resources).run_checked(fresh=fresh)
-
-
-def start_once(job: RunJob, resources: RunResources, *, is_remote: bool = False) -> Supervisor:
-    return Supervisor(job, resources, is_remote=is_remote, policy=RestartPolicy(retries=0))
+def run_once(job: RunJob, launched: LaunchedRuntime | None = None, *, fresh: bool) -> RunSummary:
+    """Runs a job without restarts. Its learner, if any, is this process, or `launched` ranks."""
+    policy = RestartPolicy(retries=0)
+    once = Supervisor(job, launched, is_remote=launched is not None, policy=policy)
+    return once.run_checked(fresh=fresh)
 
 
 RESET_S = 15.0
@@ -182,8 +177,7 @@ def serve_fresh(channel: Channel) -> None:
 
 def outcome(job: RunJob, policy: RestartPolicy) -> RunSummary | RestartPolicy:
     try:
-        with RunResources() as resources:
-            return Supervisor(job, resources, policy=policy).run_checked(fresh=False)
+        return Supervisor(job, policy=policy).run_checked(fresh=False)
     except Unusable as unusable:
         return unusable.policy
     except Exception as error:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from traceback import clear_frames
 from typing import Any
 
@@ -30,12 +31,12 @@ from pentad.core.errors import Crashed, RunError, Transient, UserError
 from pentad.core.specs import load
 from pentad.runtime import rank_host
 from pentad.runtime.awake import awake_s
-from pentad.runtime.calls import DirectCalls, RankService
-from pentad.runtime.group_calls import GroupSettings, RankGroup
-from pentad.runtime.learner_client import LearnerClient
+from pentad.runtime.group_calls import RankGroup
+from pentad.runtime.launched import LaunchedRuntime
+from pentad.runtime.learner_client import DirectCalls, LearnerClient, RankService
 from pentad.runtime.local_roles import COMMAND, OF_A_RANK, LocalRuntime, environment_of
 from pentad.runtime.rank import Rank
-from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
+from pentad.runtime.rank_host import specs_of_ranks
 from pentad.runtime.restarts import Lost, RestartPolicy, in_generation
 from pentad.runtime.roles import BEAT_S, RoleSpec
 from pentad.runtime.slots import Slots
@@ -83,29 +84,20 @@ class RunJob:
         return topology(self.config, facts_of(self.config, kind_of(self.place))).is_learner_apart
 
 
+SPANS = ("detect_s", "fence_s", "spawn_s", "load_s", "first_step_s")
+"""Names of the times between the marks of an outage."""
+
+
 @dataclass(slots=True)
-class OutageTimes:
-    """Times of an outage on the monotonic clock, from the loss of learners to the end of the next
-    step."""
+class Outage:
+    """An outage, from the loss of learners to the end of the next step."""
 
     cause: str
-    seen_at: float
-    """The last sign of life of the rank that was lost first."""
-    failed_at: float
-    """Time at which the group was declared failed."""
-    fenced_at: float = 0.0
-    """Time at which its last process had ended."""
-    joined_at: float = 0.0
-    """Time at which all ranks of the next group had connected."""
-    loaded_at: float = 0.0
-    """Time at which they had loaded the checkpoint."""
-    num_losses: int = 1
-
-    def seconds(self, now: float) -> dict[str, float]:
-        marks = [self.seen_at, self.failed_at, self.fenced_at, self.joined_at, self.loaded_at, now]
-        names = ("detect_s", "fence_s", "spawn_s", "load_s", "first_step_s")
-        spans = zip(names, marks, marks[1:], strict=False)
-        return {name: round(end - start, 3) for name, start, end in spans}
+    marks: list[float]
+    """Times on the monotonic clock: the last sign of life of the rank that was lost first; the
+    group was declared failed; its last process had ended; all ranks of the next group had
+    connected; they had loaded the checkpoint."""
+    num_losses: int
 
 
 class Unusable(Exception):
@@ -120,13 +112,15 @@ class Supervisor:
     def __init__(
         self,
         job: RunJob,
-        resources: RunResources,
+        launched: LaunchedRuntime | None = None,
         *,
         is_remote: bool = False,
         policy: RestartPolicy | None = None,
     ) -> None:
-        """`policy`: the counts so far, from another process; None: no failure yet."""
-        self.job, self.config, self.resources = job, job.config, resources
+        """`launched`: the ranks that torchrun started, if it did; `policy`: the counts so far, from
+        another process; None: no failure yet."""
+        self.job, self.config = job, job.config
+        self.resources = RunResources(launched)
         self.is_remote = is_remote
         self.policy = policy or policy_of(job.config)
         self.folder = job.config.run_path.absolute()
@@ -134,7 +128,7 @@ class Supervisor:
             job.config,
             Slots(self.folder / "slots"),
             self._why_unavailable,
-            is_launched=resources.launched is not None,
+            is_launched=launched is not None,
         )
         self.checked: Any = None
         """The result of `job.check`."""
@@ -142,7 +136,7 @@ class Supervisor:
         """The learners, if they are separate processes."""
         self.is_loaded = False
         """Whether the learners have loaded the checkpoint, and are in a step or between two."""
-        self.outage: OutageTimes | None = None
+        self.outage: Outage | None = None
         """The current outage: learners were lost and the next ones have not trained a step yet."""
         self.facts: dict[str, Any] = {}
         """Facts about the group for the record of an outage."""
@@ -157,12 +151,13 @@ class Supervisor:
         """Runs the whole run after its checks passed. Raises `Unusable` if the next generation
         cannot start in this process."""
         job = self.job
-        with in_generation(self.policy.generation):
-            self.checked = job.check(job.config, job.place)
-        if self.is_remote:
-            with take_folder(job.config, fresh=fresh):
-                fresh = False
-        return self.run_generations(fresh=fresh)
+        with self.resources:
+            with in_generation(self.policy.generation):
+                self.checked = job.check(job.config, job.place)
+            if self.is_remote:
+                with take_folder(job.config, fresh=fresh):
+                    fresh = False
+            return self.run_generations(fresh=fresh)
 
     def run_generations(self, *, fresh: bool) -> RunSummary:
         """Runs one generation after the other until the run ends."""
@@ -220,15 +215,15 @@ class Supervisor:
         if not self.is_remote:
             return DirectCalls(self.job.make_service(generation.config, Rank(), self.job.place))
         specs = self._specs(generation)
-        settings = GroupSettings(
-            stall_s=self.config.stall_abort_s,
-            timeout_s=JOIN_S,
-            errors=FAILURES,
-            away=self.members.why_away,
-        )
         placed = self.resources.launched or self.resources.runtime
-        runtime = placed or LocalRuntime(self._standbys(specs))
-        self.group = RankGroup(runtime, specs, settings, self.job.place)
+        self.group = RankGroup(
+            placed or LocalRuntime(self._standbys(specs)),
+            specs,
+            stall_s=self.config.stall_abort_s,
+            errors=FAILURES,
+            why_away=self.members.why_away,
+            device=self.job.place,
+        )
         self.facts = {
             "generation": self.policy.generation,
             "world": len(specs),
@@ -297,27 +292,19 @@ class Supervisor:
                 step=step if is_known else None,
                 newest=newest,
             )
-        kind, slot, can_shrink = self.members.loss_of(cause)
         # From the records: the step last reported by a dead rank may be old.
-        return Lost(
-            kind=kind,
-            cause=cause.message,
-            slot=slot,
-            step=step if self.is_loaded else None,
-            newest=newest,
-            can_shrink=can_shrink,
-        )
+        return self.members.lost(cause, step=step if self.is_loaded else None, newest=newest)
 
     def _note_outage(self, error: Exception) -> None:
         group, now, before = self.group, awake_s(), self.outage
         if group is None:
             return
-        is_own = group.failure is not None
-        seen, failed = (group.seen_at, group.failed_at) if is_own else (now, now)
+        marks = [now, now] if group.failure is None else [group.seen_at, group.failed_at]
         if before is not None:  # lost again before the first step
-            seen, failed = min(before.seen_at, seen), min(before.failed_at, failed)
-        num = before.num_losses + 1 if before else 1
-        self.outage = OutageTimes(first_line(error), seen, failed, fenced_at=now, num_losses=num)
+            marks = [min(times) for times in zip(before.marks, marks, strict=False)]
+        self.outage = Outage(
+            first_line(error), [*marks, now], before.num_losses + 1 if before else 1
+        )
 
     # Reports
 
@@ -325,7 +312,7 @@ class Supervisor:
         """Records that the learners have loaded the checkpoint."""
         self.is_loaded = True
         if self.outage is not None and self.group is not None:
-            self.outage.joined_at, self.outage.loaded_at = self.group.joined_at, awake_s()
+            self.outage.marks += [self.group.joined_at, awake_s()]
 
     def note_step(self) -> None:
         """Called after a trained step: ends the outage and logs its times."""
@@ -334,8 +321,12 @@ class Supervisor:
         done, self.outage = self.outage, None
         if done is None:
             return
-        now = awake_s()
-        split, total = done.seconds(now), now - done.seen_at
+        marks = [*done.marks, awake_s()]
+        split = {
+            name: round(end - start, 3)
+            for name, (start, end) in zip(SPANS, pairwise(marks), strict=True)
+        }
+        total = marks[-1] - marks[0]
         words = ", ".join(
             f"{name.removesuffix('_s').replace('_', ' ')} {value:.1f}"
             for name, value in split.items()

@@ -20,7 +20,7 @@ from pentad.rollout.executor import Executor, Executors
 from pentad.telemetry.timeline import gate_of
 from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.state import RunState
-from pentad.trainer.sampling.placement import DeviceTurns, Placement
+from pentad.trainer.sampling.placement import DeviceTurns
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ class RolloutPump:
     state: RunState
     stream: Prompts
     executor: Executor | Executors
-    placement: Placement
     device_turns: DeviceTurns
     reject: Callable[[Group], str | None]
     _: KW_ONLY
@@ -112,7 +111,7 @@ class RolloutPump:
     def _can_admit(self) -> bool:
         if self.oversampling is not None:
             return not self.running and self.oversampling.is_due
-        if self.running >= (1 if self.placement.is_on_policy else self._most):
+        if self.running >= (1 if self.state.budget.is_on_policy else self._most):
             return False
         return bool(self.state.planned) or self._next_batch() is not None
 
@@ -123,7 +122,7 @@ class RolloutPump:
     def _why_idle(self) -> str:
         """Returns the gate that blocks admission, and after a colon the event that opens it."""
         budget = self.state.budget
-        if self.placement.is_on_policy and self.running:
+        if budget.is_on_policy and self.running:
             return f"running groups: {self.running} must finish"
         if self.max_groups is not None and self.running >= self.max_groups:
             return f"max_concurrent_groups: one of {self.running} running groups must finish"

@@ -9,56 +9,51 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
-from pentad.config.topology import facts_of, scorers, topology
+from pentad.config.topology import scorers
 from pentad.core.errors import GivenUp, Problem, RunError, Transient, UserError, first_cause
 from pentad.core.types import Group, Prompt
 from pentad.data.store import GroupStore, MissingGroups, open_store
 from pentad.engine.engine import Engine
-from pentad.runtime.calls import DirectCalls
-from pentad.runtime.group_calls import GroupSettings, RankGroup
-from pentad.runtime.learner_client import LearnerClient
+from pentad.runtime.group_calls import RankGroup
+from pentad.runtime.learner_client import DirectCalls, LearnerClient
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.rank import Rank
-from pentad.runtime.rank_host import JOIN_S, specs_of_ranks
+from pentad.runtime.rank_host import specs_of_ranks
 from pentad.runtime.restarts import RestartPolicy
-from pentad.runtime.roles import RoleSpec
 from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.timeline import timeline
 from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.learners import build_scorer
 from pentad.trainer.rank.update import chunk_slots, column_of, on_host, scored_rows
 from pentad.trainer.run import Run
-from pentad.trainer.sampling.placement import Placement
+from pentad.trainer.sampling.samplers import topology_on
 
 log = logging.getLogger(__name__)
 
 
-class ScorerCalls(Protocol):
-    async def call(self, method: str, **arguments: Any) -> Any: ...
-
-
 async def open_scorers(
     run: Run, store: GroupStore, max_row_tokens: int, stack: AsyncExitStack
-) -> dict[str, ScorerCalls]:
+) -> dict[str, ScorerClient]:
     """Opens the scorers, by role, each with its weights and the store; `stack` closes them. If the
     learner is a process, so are they: on this machine, or placed by the learner's runtime."""
-    found: dict[str, ScorerCalls] = {}
+    found: dict[str, ScorerClient] = {}
     config, device = run.config, run.learner.device
     if not scorers(config):
         return found
     is_placed = run.supervisor.resources.runtime is not None  # it assigns their GPUs
-    placed = topology(config, facts_of(config, "cuda" if device.type == "cuda" else "cpu"))
+    placed = topology_on(config, device)
     devices = {
         role: tuple(gpu for one in placed.scorer(role) for gpu in one.devices)
         for role in (() if is_placed else placed.scorers)
@@ -66,45 +61,61 @@ async def open_scorers(
     steps: dict[str, dict[str, Any]] = {"build": {"max_row_tokens": max_row_tokens}}
     if store.address["kind"] != "memory":
         steps["open_store"] = {"address": store.address}
-    opening: list[Coroutine[Any, Any, None]] = []
     for role in scorers(config):
-        if not run.learner.is_remote:
-            own = torch.device("cuda", devices[role][0]) if devices.get(role) else device
-            found[role] = thread = scorer_thread(config, role, own, store, stack)
-            opening.append(prepare(thread, steps))
-        else:
-            scorer = ScorerProcesses(run, role, devices.get(role, ()), steps)
-            found[role] = scorer
-            stack.push_async_callback(scorer.close)
-            opening.append(scorer.open())
+        start = start_ranks if run.learner.is_remote else start_thread
+        found[role] = scorer = ScorerClient(
+            role,
+            partial(start, run, role, devices.get(role, ()), store),
+            steps,
+            restarts=config.rollout.restarts,
+            stall_s=config.stall_abort_s,
+        )
+        stack.push_async_callback(scorer.close)
     with announced(log, f"making the models of {' and '.join(scorers(config))}"):
         try:
             async with asyncio.TaskGroup() as tasks:
-                for one in opening:
-                    tasks.create_task(one)
+                for scorer in found.values():
+                    tasks.create_task(scorer.open())
         except BaseExceptionGroup as failure:
             raise first_cause(failure) from failure
     return found
 
 
-async def prepare(scorer: ScorerCalls, steps: dict[str, dict[str, Any]]) -> None:
-    for method, arguments in steps.items():
-        await scorer.call(method, **arguments)
-
-
-def scorer_thread(
-    config: Config, role: str, device: torch.device, store: GroupStore, stack: AsyncExitStack
-) -> LearnerClient:
-    part = config.component(role)
+def start_thread(
+    run: Run, role: str, devices: tuple[int, ...], store: GroupStore, generation: int
+) -> DirectCalls:
+    """Makes the only rank of a scorer, in this process."""
+    config, part = run.config, run.config.component(role)
     if part.world > 1:
         where, rule = f"allocation_mode = {config.allocation_mode}", "is a thread with one rank"
         raise UserError(Problem(where, f"{part} {rule}", "use d1, or scheduler.processes=separate"))
+    device = torch.device("cuda", devices[0]) if devices else run.learner.device
     service = ScorerService(config, Rank(), device, role)
     if store.address["kind"] == "memory":
         service.store = store
-    thread = stack.enter_context(DirectCalls(service, role))
-    stack.callback(thread.close, config.stall_abort_s)
-    return thread
+    return DirectCalls(service, role)
+
+
+def start_ranks(
+    run: Run, role: str, devices: tuple[int, ...], store: GroupStore, generation: int
+) -> RankGroup:
+    """Starts the processes of a scorer's ranks."""
+    config, runtime = run.config, run.supervisor.resources.runtime or LocalRuntime()
+    folder = run.context.folder.file("ranks/").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    specs = specs_of_ranks(
+        role,
+        serve_scorer,
+        {"config": with_absolute_paths(config).model_dump(mode="json"), "role": role},
+        [folder / f"{role}-{rank}.log" for rank in range(config.component(role).world)],
+        device=run.learner.device.type,
+        devices=devices,
+        generation=generation,
+        deterministic=config.actor.archon.use_deterministic_algorithms,
+        is_spread=runtime.is_spread,
+        seed=config.seed,
+    )
+    return RankGroup(runtime, specs, stall_s=config.stall_abort_s, name=role)
 
 
 def serve_scorer(given: dict[str, Any], rank: Rank, device: torch.device) -> ScorerService:
@@ -114,47 +125,33 @@ def serve_scorer(given: dict[str, Any], rank: Rank, device: torch.device) -> Sco
     return ScorerService(config, rank, device, given["role"])
 
 
-class ScorerProcesses:
-    """A scorer whose ranks are processes. If one is lost, only this scorer is restarted, as a new
-    generation; it has no state to restore."""
+class ScorerClient:
+    """The client of a scorer. If one of its processes is lost, only this scorer is restarted, as a
+    new generation; it has no state to restore."""
 
     def __init__(
-        self, run: Run, role: str, devices: tuple[int, ...], steps: dict[str, dict[str, Any]]
+        self,
+        role: str,
+        start: Callable[[int], RankGroup | DirectCalls],
+        steps: Mapping[str, dict[str, Any]],
+        *,
+        restarts: int,
+        stall_s: float,
     ) -> None:
-        """`steps`: calls that prepare a new process, with their arguments."""
-        config = self.config = run.config
-        self.role, self.devices, self.steps = role, devices, dict(steps)
-        self.device: str = run.learner.device.type
-        self.log_folder = run.context.folder.file("ranks/").absolute()
-        self.log_folder.mkdir(parents=True, exist_ok=True)
-        self.runtime = run.supervisor.resources.runtime or LocalRuntime()
-        self.policy = RestartPolicy(retries=config.rollout.restarts)
-        self.settings = GroupSettings(stall_s=config.stall_abort_s, timeout_s=JOIN_S)
+        """`start`: starts the ranks of a generation; `steps`: calls that prepare them, with their
+        arguments."""
+        self.role, self.start, self.steps, self.stall_s = role, start, dict(steps), stall_s
+        self.policy = RestartPolicy(retries=restarts)
         self.lost_at = 0.0
         """Time of the first loss since the last answer."""
-        self.group: RankGroup | None = None
-
-    def _specs(self) -> list[RoleSpec]:
-        """Returns the specs of a generation's processes, one for each rank."""
-        config, role = self.config, self.role
-        ranks = range(config.component(role).world)
-        return specs_of_ranks(
-            role,
-            serve_scorer,
-            {"config": with_absolute_paths(config).model_dump(mode="json"), "role": role},
-            [self.log_folder / f"{role}-{rank}.log" for rank in ranks],
-            device=self.device,
-            devices=self.devices,
-            generation=self.policy.generation,
-            deterministic=config.actor.archon.use_deterministic_algorithms,
-            is_spread=self.runtime.is_spread,
-            seed=config.seed,
-        )
+        self.client: RankGroup | DirectCalls | None = None
 
     async def open(self) -> None:
         await self._make(None)
 
     async def call(self, method: str, **arguments: Any) -> Any:
+        if method in self.steps:  # a restarted scorer is prepared in the same way
+            self.steps[method] = arguments
         answer = await self._make((method, arguments))
         if self.policy.used:
             away_s = time.monotonic() - self.lost_at
@@ -163,15 +160,17 @@ class ScorerProcesses:
         return answer
 
     async def _make(self, call: tuple[str, dict[str, Any]] | None) -> Any:
-        """Makes the call on prepared processes; retries after each loss."""
+        """Makes the call on prepared ranks; retries after each loss of their processes."""
         while True:
             try:
-                if self.group is None:
-                    specs = self._specs()
-                    self.group = RankGroup(self.runtime, specs, self.settings, name=self.role)
-                    await prepare(self.group.__enter__(), self.steps)
-                return None if call is None else await self.group.call(call[0], **call[1])
+                if self.client is None:
+                    self.client = self.start(self.policy.generation).__enter__()
+                    for method, arguments in self.steps.items():
+                        await self.client.call(method, **arguments)
+                return None if call is None else await self.client.call(call[0], **call[1])
             except Transient as error:
+                if self.client is None or not self.client.is_remote:
+                    raise
                 self.lost_at = self.lost_at if self.policy.used else time.monotonic()
                 if not self.policy.restarts_after(str(error)):
                     often = f"{self.policy.used + 1} times in a row without a result"
@@ -181,12 +180,13 @@ class ScorerProcesses:
                 await self.close()
 
     async def close(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
-            group.is_given_up = is_busy = group.since is not None
+        client, self.client = self.client, None
+        if client is not None:
+            is_busy = client.is_remote and client.since is not None
+            client.is_given_up = is_busy
             error = RunError(f"the {self.role} was still busy at the end") if is_busy else None
-            await asyncio.to_thread(group.close, self.settings.stall_s)
-            await asyncio.to_thread(group.__exit__, type(error) if error else None, error, None)
+            await asyncio.to_thread(client.close, self.stall_s)
+            await asyncio.to_thread(client.__exit__, type(error) if error else None, error, None)
 
 
 class ScorerService:
@@ -242,7 +242,7 @@ class RefreshedReference:
     HF folder named by its version, from which a lost scorer is restarted.
     """
 
-    scorer: ScorerCalls
+    scorer: ScorerClient
     learner: LearnerClient
     folder: Path
     """An absolute path."""
@@ -278,10 +278,8 @@ class RefreshedReference:
                 shutil.rmtree(old, ignore_errors=True)
 
     async def _install(self, version: int) -> None:
-        given = {"max_row_tokens": self.max_row_tokens, "weights": str(self.folder / str(version))}
-        if isinstance(self.scorer, ScorerProcesses):
-            self.scorer.steps["build"] = given  # for a restarted scorer
-        await self.scorer.call("build", **given)
+        weights = str(self.folder / str(version))
+        await self.scorer.call("build", max_row_tokens=self.max_row_tokens, weights=weights)
         self.version = version
 
 
@@ -296,9 +294,8 @@ class ScorePump:
     """
 
     state: RunState
-    scorers: Mapping[str, ScorerCalls]
+    scorers: Mapping[str, ScorerClient]
     """The scorers, by role."""
-    placement: Placement
     _: KW_ONLY
     num_chunks: int
     is_open: Callable[[int], bool] = lambda batch: True
@@ -321,7 +318,7 @@ class ScorePump:
         ledger = self.state.ledger
         if not ledger.num_sampled:
             return []
-        if not self.placement.is_on_policy:
+        if not self.state.budget.is_on_policy:
             sampled = ledger.gids_in("sampled")
             judged = (gid for gid in sampled if self.is_open(ledger.batch_of(gid)))
             return list(islice(judged, max(map(len, self.chunks))))

@@ -49,6 +49,11 @@ class Budget:
         return self.groups_per_batch * (self.max_staleness + 1)
 
     @property
+    def is_on_policy(self) -> bool:
+        """Whether all trained samples come from the current weights; such runs are repeatable."""
+        return self.max_staleness == 0
+
+    @property
     def max_lag(self) -> int:
         """Maximum difference between the version of trained weights and that of a token."""
         return self.max_staleness + self.max_carries

@@ -17,7 +17,7 @@ from pentad.trainer.pumps.state import RunState
 from pentad.trainer.rank.update import BatchFacts, chunk_slots
 from pentad.trainer.records import TrainedBatch
 from pentad.trainer.sampling.evaluate import Evaluator
-from pentad.trainer.sampling.placement import DeviceTurns, Placement
+from pentad.trainer.sampling.placement import DeviceTurns
 from pentad.trainer.sampling.selftest import Prober
 
 
@@ -32,7 +32,6 @@ class PublishPump:
     state: RunState
     publisher: Publisher
     evaluator: Evaluator | None
-    placement: Placement
     device_turns: DeviceTurns
     prober: Prober | None = None
     find_cause: Callable[[], Awaitable[None]] | None = None
@@ -50,7 +49,7 @@ class PublishPump:
         with timer.phase("publish"):
             self.is_probing = self.prober is not None and self.prober.is_due(version)
             state.changed.notify()
-            if self.placement.takes_turns:
+            if self.device_turns.placement.takes_turns:
                 await state.changed.until(lambda: state.budget.published >= version)
             state.changed.notify()
 
@@ -78,7 +77,7 @@ class PublishPump:
                 if self.find_cause is not None:
                     await self.find_cause()
                 raise
-        if not self.placement.is_on_policy:
+        if not self.state.budget.is_on_policy:
             self._count(snapshot.version)
         if self.prober is not None and self.is_probing:
             await self.prober.probe(snapshot.version)
@@ -87,7 +86,7 @@ class PublishPump:
         if self.evaluator is not None and self.evaluator.is_due(snapshot.version):
             with self.state.doing(f"evaluation of {what}"), timeline.span("evaluation", what):
                 await self.evaluator.evaluate(snapshot.version)
-        if self.placement.is_on_policy:
+        if self.state.budget.is_on_policy:
             self._count(snapshot.version)
 
     def _count(self, version: int) -> None:
@@ -103,7 +102,6 @@ class BatchTrainer:
     state: RunState
     learner: LearnerClient
     publish: PublishPump
-    placement: Placement
     device_turns: DeviceTurns
     num_chunks: int
 
@@ -170,7 +168,7 @@ class BatchTrainer:
     def _check_lag(self, batch: int, group: Group) -> None:
         """Checks the staleness bound on the groups that are trained."""
         lag = batch - group.min_version
-        if lag > (most := self.placement.max_staleness + self.state.budget.max_carries):
+        if lag > (most := self.state.budget.max_lag):
             raise RunError(
                 f"group {group.gid} holds tokens of version {group.min_version} but is trained at "
                 f"version {batch}: lag {lag} exceeds max_staleness + rollout.max_carries = {most}"

@@ -29,8 +29,6 @@ class ExampleService(EngineService, ABC):
     """Trains on examples, and measures the loss on held-out ones."""
 
     command: ClassVar[ExampleCommand]
-    tags: ClassVar[tuple[str, ...]] = ()
-    """Frozen weights that score the examples."""
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         super().__init__(config, rank, device)
@@ -91,8 +89,8 @@ class ExampleService(EngineService, ABC):
     def progress(self) -> dict[str, int]:
         return {"num_done": self.num_done, "num_moved": 0}
 
-    def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
-        counters = super().restore_state(role, root, step, folder)
+    def restore_state(self, role: str, root: str, step: int) -> dict[str, Any]:
+        counters = super().restore_state(role, root, step)
         self.num_done = step + 1
         return counters
 

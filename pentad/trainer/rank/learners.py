@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 
-from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config
 from pentad.core.dims import ModelDims
 from pentad.core.errors import Problem, UserError, raise_problems
@@ -20,17 +19,15 @@ from pentad.core.section import chosen
 from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
 from pentad.engine.engine import Engine, build_engine
-from pentad.engine.frozen import BASE, spec_of_lora
+from pentad.engine.frozen import spec_of_lora
 from pentad.engine.section import EngineSettings, ModelConfig, carrying_problems
 from pentad.models.families import dims_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
 from pentad.models.registry import build_whole, dims_to_sample, meta_unfiled, open_weights
 from pentad.models.towers import by_adapter_names
-from pentad.rl.section import AlgorithmConfig
 from pentad.runtime.helper import HelperPool
 from pentad.telemetry.log import NOTICE
-from pentad.trainer.rank.update import BatchUpdate
 from pentad.weights import transfer
 from pentad.weights.megatron.model_args import unsayable
 from pentad.weights.peft import fit_problems, read_adapter, spec_problems
@@ -274,26 +271,6 @@ def build_scorer(
         seed=config.seed,
         weights=weights,
         backend=backend_of(config, role),
-    )
-
-
-def build_update(
-    config: Config,
-    algorithm: AlgorithmConfig,
-    learner: Engine,
-    critic: Engine | None,
-    scored_apart: Collection[str],
-) -> BatchUpdate:
-    return BatchUpdate(
-        learner,
-        algorithm,
-        critic=critic,
-        scored_apart=scored_apart,
-        max_new_tokens=sample_limit(config),
-        num_updates=config.updates_per_batch,
-        compute_advantages=config.compute_advantages_and_returns,
-        seed=config.seed,
-        base_tag=BASE if config.actor.lora is not None else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
@@ -32,23 +32,17 @@ from pentad.trainer.rank.example_service import (
     ExampleCommand,
     ExampleService,
 )
-from pentad.trainer.rank.learners import load_tags
 
 
 class PreferenceService(ExampleService):
     """Trains on preferences."""
 
     command: ClassVar[ExampleCommand] = "dpo"
-    tags: ClassVar[tuple[str, ...]] = ("ref",)
+    tags: Collection[str] = ("ref",)
 
     @property
     def settings(self) -> PreferenceConfig:
         return chosen(self.config.preference, "preference")
-
-    def load_tags(self, has: list[str], step: int) -> None:
-        """Loads the reference, unless the checkpoint contained it."""
-        needed = set(self.tags) - set(has)
-        load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=False)
 
     def train(self, places: Sequence[int]) -> dict[str, Any]:
         rows, found = self._compare("train", places)

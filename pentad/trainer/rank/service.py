@@ -15,10 +15,17 @@ from typing import Any
 import torch
 
 from pentad.checkpoint.exports import AdapterExporter, Exporter
-from pentad.checkpoint.folders import Damaged, Unreadable, info_folder, read_checkpoint
+from pentad.checkpoint.folders import (
+    Damaged,
+    Unreadable,
+    info_folder,
+    read_checkpoint,
+    state_folder,
+)
 from pentad.checkpoint.restore import restore_learner
-from pentad.checkpoint.shards import StateSaver, save_learner
+from pentad.checkpoint.shards import StateSaver
 from pentad.checkpoint.writer import Writer
+from pentad.config.rules.algorithm import sample_limit
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
 from pentad.core.device import freeze_gc, unfreeze_gc
@@ -30,6 +37,7 @@ from pentad.core.sizes import RunSize
 from pentad.core.types import Prompt, Row
 from pentad.data.store import GroupStore, open_store
 from pentad.engine.engine import Engine
+from pentad.engine.frozen import BASE
 from pentad.parallel.gradients import differing_copies
 from pentad.rl.bounds import compare
 from pentad.rl.metrics import compute_metrics
@@ -40,8 +48,8 @@ from pentad.sync.published import Kind
 from pentad.sync.publisher import Snapshot, take_snapshot
 from pentad.sync.shards import ShardWriter
 from pentad.telemetry.host import rss_gb
-from pentad.trainer.rank.learners import build_learner, build_update, load_tags, roles_of
-from pentad.trainer.rank.update import BatchFacts, BatchResult, on_host, places_of
+from pentad.trainer.rank.learners import build_learner, load_tags, roles_of
+from pentad.trainer.rank.update import BatchFacts, BatchResult, BatchUpdate, on_host, places_of
 from pentad.trainer.saving.batches import TrainedTokens, read_batch, write_trained
 
 FAILURES: dict[str, type[RunError]] = {
@@ -55,6 +63,8 @@ class EngineService:
     """Common base of the services for rollouts and for examples."""
 
     mild = frozenset({"save_state", "restore_state", "roll_back", "export"})
+    tags: Collection[str] = ()
+    """Tags of the frozen weights with which the actor scores rows."""
 
     def __init__(self, config: Config, rank: Rank, device: torch.device) -> None:
         self.config = config
@@ -95,6 +105,11 @@ class EngineService:
         """Offloads the state; every method that needs it loads it again."""
         for engine in self.engines.values():
             engine.offload()
+
+    def load_tags(self, has: list[str], step: int, keeps_ref: bool = False) -> None:
+        """Loads the frozen weights needed for scoring and not yet loaded, after `step` steps."""
+        needed = set(self.tags) - set(has)
+        load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=keeps_ref)
 
     def save_tag(self, tag: str) -> None:
         self.engines["actor"].save_tag(tag)
@@ -180,12 +195,13 @@ class EngineService:
     ) -> list[dict[str, Any]]:
         """Stages the state and starts its write. Returns the outcome of each rank, or nothing if it
         is written in the background (see `saved_state`). Fails on all ranks or on none."""
-        save_learner(
-            self._saver(role),
-            self.engines[role],
+        engine = self.engines[role]
+        self._saver(role).save(
+            engine.state_tensors(),
             Path(root),
             folder,
             is_async=is_async,
+            counters=engine.state_counters(),
             generation=generation,
         )
         return [] if is_async else self._saver(role).outcomes()
@@ -198,7 +214,7 @@ class EngineService:
         except RunError as error:
             return [{"files": {}, "error": str(error), "system": None}]
 
-    def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
+    def restore_state(self, role: str, root: str, step: int) -> dict[str, Any]:
         """Restores the state and returns the counters of the checkpoint. Fails on all ranks or on
         none."""
         hit("load", step=step + 1)
@@ -208,7 +224,7 @@ class EngineService:
             checkpoint = read_checkpoint(Path(root), step)
             if checkpoint is None:
                 raise RunError(f"{Path(root) / info_folder(step)}: not seen by every rank")
-            counters = restore_learner(self.engines[role], checkpoint, folder)
+            counters = restore_learner(self.engines[role], checkpoint, state_folder(role, step))
         except RunError as error:
             failure = error
         group = self._saver(role).group
@@ -222,11 +238,11 @@ class EngineService:
             raise failure
         return counters
 
-    def roll_back(self, role: str, root: str, step: int, folder: str) -> None:
+    def roll_back(self, role: str, root: str, step: int) -> None:
         """Restores weights and optimizer state; step count and learning-rate schedule continue."""
         engine = self.engines[role]
         counted = engine.num_steps, engine.num_skipped
-        EngineService.restore_state(self, role, root, step, folder)
+        EngineService.restore_state(self, role, root, step)
         engine.num_steps, engine.num_skipped = counted
 
     def _saver(self, role: str) -> StateSaver:
@@ -311,12 +327,18 @@ class LearnerService(EngineService):
         for role in roles_of(self.config):
             self.engines[role] = build_learner(self.config, role, size, device=self.device)
         actor, critic = self.engines["actor"], self.engines.get("critic")
-        self.update = build_update(self.config, self.algorithm, actor, critic, self.scored_apart)
-
-    def load_tags(self, has: list[str], step: int, keeps_ref: bool = False) -> None:
-        """Loads the frozen weights needed for scoring and not yet loaded, after `step` steps."""
-        needed = set(self.update.tags) - set(has)
-        load_tags(self.engines["actor"], self.config, needed, step, keeps_ref=keeps_ref)
+        self.update = BatchUpdate(
+            actor,
+            self.algorithm,
+            critic=critic,
+            scored_apart=self.scored_apart,
+            max_new_tokens=sample_limit(self.config),
+            num_updates=self.config.updates_per_batch,
+            compute_advantages=self.config.compute_advantages_and_returns,
+            seed=self.config.seed,
+            base_tag=BASE if self.config.actor.lora is not None else None,
+        )
+        self.tags = self.update.tags
 
     def open_store(self, address: dict[str, Any]) -> None:
         """Connects to the store of groups; training does not need their prompts."""
@@ -398,8 +420,8 @@ class LearnerService(EngineService):
         """Returns the number of trained batches, and optimizer steps of the one in progress."""
         return {"num_done": self.update.num_done, "num_moved": self.update.num_moved}
 
-    def restore_state(self, role: str, root: str, step: int, folder: str) -> dict[str, Any]:
-        counters = super().restore_state(role, root, step, folder)
+    def restore_state(self, role: str, root: str, step: int) -> dict[str, Any]:
+        counters = super().restore_state(role, root, step)
         self.update.num_done = step + 1
         return counters
 

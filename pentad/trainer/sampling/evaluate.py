@@ -36,8 +36,8 @@ from pentad.trainer.inputs import (
     Collector,
     RowReader,
     answer_problems,
+    prompt_stream,
     tokenizer_of,
-    valid_stream,
     vocabulary_problems,
 )
 from pentad.trainer.preflight import Checked
@@ -85,7 +85,7 @@ def check_eval(config: Config) -> Checked:
         checks.problems += vocabulary_problems(path, dims, tokenizer)
         checks.problems += stop_id_problems(config, dims)
         reader = RowReader(dims, tokenizer)
-        stream = checks.attempt(lambda: valid_stream(config, keys, reader, workflow))
+        stream = checks.attempt(lambda: prompt_stream("valid", config, keys, reader, workflow))
         checks.problems += answer_problems(config, stream, config.valid_dataset)
     if config.valid_dataset is not None and not checks.problems:
         answer_key = config.valid_dataset.answer_key

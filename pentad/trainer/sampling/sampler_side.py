@@ -30,9 +30,6 @@ from pentad.trainer.run import Run
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.samplers import SamplerOpener, ray_options, topology_on
 
-BuildLearners = Callable[[], None]
-"""Builds the learners."""
-
 
 @dataclass(eq=False)
 class SamplerSide:
@@ -40,15 +37,15 @@ class SamplerSide:
     publisher: Publisher
     device_turns: DeviceTurns
     learner: LearnerClient
-    placement: Placement
     weights_dir: WeightsDir | None
 
     async def snapshot_weights(self, version: int, *, copy: bool | None = None) -> Snapshot:
         """Snapshots the learner's weights as `version`, to be published."""
+        placement = self.device_turns.placement
         given: dict[str, Any] = {
             "version": version,
-            "copy": self.placement.copies_snapshots if copy is None else copy,
-            "on_host": self.placement.snapshots_on_host,
+            "copy": placement.copies_snapshots if copy is None else copy,
+            "on_host": placement.snapshots_on_host,
         }
         weights_dir, started = self.weights_dir, time.perf_counter()
         if weights_dir is None:
@@ -70,7 +67,11 @@ class SamplerSide:
 
 
 async def open_sampler_side(
-    run: Run, checked: Checked, placement: Placement, stack: AsyncExitStack, build: BuildLearners
+    run: Run,
+    checked: Checked,
+    placement: Placement,
+    stack: AsyncExitStack,
+    build: Callable[[], None],
 ) -> SamplerSide:
     """Opens the samplers. Learners in other processes are built (`build`) while the samplers start,
     other learners before."""
@@ -88,13 +89,11 @@ async def open_sampler_side(
     offload = partial(learner.call, "offload")
     device_turns = DeviceTurns(placement, every, offload, resources.holder, measure)
     stack.callback(lambda: resources.note_holder(device_turns.holder))
-    return SamplerSide(
-        samplers, Publisher(every), device_turns, learner, placement, resources.weights_dir
-    )
+    return SamplerSide(samplers, Publisher(every), device_turns, learner, resources.weights_dir)
 
 
 async def _open_beside(
-    run: Run, checked: Checked, placement: Placement, build: BuildLearners
+    run: Run, checked: Checked, placement: Placement, build: Callable[[], None]
 ) -> dict[str, Sampler]:
     learner, resources = run.learner, run.supervisor.resources
     building = asyncio.create_task(learner.run(build))

@@ -29,6 +29,8 @@ from pentad.engine.frozen import BASE
 from pentad.rl.bounds import Bounds, gap_of
 from pentad.runtime.learner_client import LearnerClient
 
+log = logging.getLogger(__name__)
+
 MAX_APART = 0.5
 """Maximum difference of trainer and sampler with an adapter, relative to the adapter's effect. A
 sampler that ignores the adapter has 1."""
@@ -104,37 +106,6 @@ class Probe:
     versions: tuple[int, ...]
 
 
-async def draw_probes(
-    sampler: Sampler,
-    prompts: Sequence[tuple[int, ...]],
-    name: str,
-    *,
-    temperature: float,
-    seed: int,
-) -> list[Probe]:
-    params = SamplingParams(max_new_tokens=PROBE_NEW_TOKENS, temperature=temperature)
-    requests = [
-        Request(
-            id=f"{name}-{p}",
-            prompt_ids=prompt,
-            params=params,
-            seeds=tuple(derive_seed(seed, "selftest", p, i) for i in range(PROBE_SAMPLES)),
-        )
-        for p, prompt in enumerate(prompts[:NUM_PROBES])
-    ]
-    answers = await asyncio.gather(*(sampler.generate(request) for request in requests))
-    return [
-        Probe(
-            [*request.prompt_ids, *generation.ids],
-            len(request.prompt_ids),
-            generation.logprobs,
-            tuple(generation.versions),
-        )
-        for request, generations in zip(requests, answers, strict=True)
-        for generation in generations
-    ]
-
-
 def score(
     learner: LearnerClient, rows: Sequence[list[int]], tag: str = "actor"
 ) -> list[np.ndarray]:
@@ -142,97 +113,6 @@ def score(
     named = {} if tag == "actor" else {"tag": tag}
     found = learner.call_all("forward", rows=list(rows), **named)
     return [np.asarray(logprobs, dtype=np.float32) for logprobs in found]
-
-
-def probe_differences(
-    learner: LearnerClient, probes: Sequence[Probe], tag: str = "actor"
-) -> np.ndarray:
-    """Returns the learner's log-probs of the sampled tokens minus the sampler's."""
-    scores = score(learner, [probe.ids for probe in probes], tag)
-    return np.concatenate(
-        [
-            said[probe.start :] - np.asarray(probe.logprobs, dtype=np.float32)
-            for said, probe in zip(scores, probes, strict=True)
-        ]
-    )
-
-
-async def run_selftest(
-    learner: LearnerClient,
-    samplers: Sequence[Sampler],
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    temperature: float,
-    weights_digest: str,
-    tolerance: Tolerance,
-    seed: int,
-    stall_s: float | None = None,
-    packing: Tolerance | None = None,
-) -> SelfTest:
-    """Runs the self-test. Raises RunError at the first failed check; a sampler without an answer
-    for `stall_s` is a transient failure. `packing`: the learner's own tolerance, if it is not that
-    of the samplers."""
-    probes: list[Probe] = []
-    for s, sampler in enumerate(samplers):
-        drawing = draw_probes(sampler, prompts, f"selftest-{s}", temperature=temperature, seed=seed)
-        try:
-            async with asyncio.timeout(stall_s) as limit:
-                probes += await drawing
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            text = f"self-test: sampler {s} gave no answer for stall_abort_s = {stall_s:g} s"
-            raise Transient(text) from None
-    rows = [probe.ids for probe in probes]
-    own, every = packing or tolerance, PROBE_SAMPLES + 1
-    packed = await learner.run(lambda: check_packing(learner, rows, own, every))
-    differences = np.abs(await learner.run(lambda: probe_differences(learner, probes)))
-    largest, mean = float(differences.max()), float(differences.mean())
-    if not (largest <= tolerance.max_difference and mean <= tolerance.mean_difference):
-        raise RunError(
-            f"self-test: log-probs of the same tokens differ between sampler and trainer by "
-            f"{largest:.3g} at most and {mean:.3g} in the mean, rounding explains "
-            f"{tolerance.max_difference:g} and {tolerance.mean_difference:g}; the sampler does not "
-            "run the policy that is trained"
-        )
-    return SelfTest(packed, largest, mean, weights_digest)
-
-
-async def check_adapter(
-    learner: LearnerClient,
-    samplers: Sequence[Sampler],
-    prompts: Sequence[tuple[int, ...]],
-    publish: Callable[[], Awaitable[object]],
-    *,
-    temperature: float,
-    seed: int,
-) -> AdapterTest:
-    """Publishes other adapter factors and checks that the log-probs of samplers and trainer change
-    equally. Raises RunError if not; always restores and publishes the original factors."""
-    try:
-        for strength in SHAKES:
-            await learner.call("shake_adapter", strength=strength)
-            await publish()
-            probes: list[Probe] = []
-            for s, sampler in enumerate(samplers):
-                probes += await draw_probes(
-                    sampler, prompts, f"adapter-{s}", temperature=temperature, seed=seed
-                )
-            moved = await learner.run(partial(probe_differences, learner, probes))
-            base = await learner.run(partial(probe_differences, learner, probes, BASE))
-            trainer, drawn, apart = (float(np.abs(x).mean()) for x in (moved - base, base, moved))
-            if is_alike := trainer > 0 and apart <= MAX_APART * trainer:
-                break
-    finally:
-        await learner.call("shake_adapter", strength=0.0)
-    await publish()
-    if not is_alike:
-        raise RunError(
-            f"self-test: an adapter moves the trainer's log-probs by {trainer:.3g} and the "
-            f"sampler's by {drawn:.3g}, and they are {apart:.3g} apart; the sampler does not "
-            "compute with the adapter that is trained"
-        )
-    return AdapterTest(trainer, drawn, apart)
 
 
 def check_packing(
@@ -253,8 +133,6 @@ def check_packing(
     return worst
 
 
-log = logging.getLogger(__name__)
-
 INTERVAL = 5
 """Versions between two comparisons while all samplers agree; after a large difference every version
 is compared."""
@@ -264,7 +142,8 @@ TIMEOUT_S = 60.0
 
 @dataclass(eq=False, kw_only=True)
 class Prober:
-    """Checks during a run that samplers serve the weights that were published to them.
+    """Compares the samplers with the learner on a few tokens that they sample, before the first
+    step and during a run.
 
     Log-probs of stale samples differ from the trainer's by design, so they cannot be used. Instead
     each sampler samples a few tokens after a publish, and the learner scores them before its next
@@ -275,16 +154,113 @@ class Prober:
     samplers: Sequence[Sampler]
     prompts: Sequence[tuple[int, ...]]
     learner: LearnerClient
-    bounds: Bounds
     temperature: float
     seed: int
+    bounds: Bounds | None = None
+    """Set if samplers are compared during the run."""
     next_version: int = INTERVAL
 
+    async def draw(self, sampler: Sampler, name: str) -> list[Probe]:
+        params = SamplingParams(max_new_tokens=PROBE_NEW_TOKENS, temperature=self.temperature)
+        requests = [
+            Request(
+                id=f"{name}-{p}",
+                prompt_ids=prompt,
+                params=params,
+                seeds=tuple(derive_seed(self.seed, "selftest", p, i) for i in range(PROBE_SAMPLES)),
+            )
+            for p, prompt in enumerate(self.prompts[:NUM_PROBES])
+        ]
+        answers = await asyncio.gather(*(sampler.generate(request) for request in requests))
+        return [
+            Probe(
+                [*request.prompt_ids, *generation.ids],
+                len(request.prompt_ids),
+                generation.logprobs,
+                tuple(generation.versions),
+            )
+            for request, generations in zip(requests, answers, strict=True)
+            for generation in generations
+        ]
+
+    async def differences(self, probes: Sequence[Probe], tag: str = "actor") -> np.ndarray:
+        """Returns the learner's log-probs of the sampled tokens minus the sampler's."""
+        rows = [probe.ids for probe in probes]
+        scores = await self.learner.run(partial(score, self.learner, rows, tag))
+        return np.concatenate(
+            [
+                said[probe.start :] - np.asarray(probe.logprobs, dtype=np.float32)
+                for said, probe in zip(scores, probes, strict=True)
+            ]
+        )
+
+    async def selftest(
+        self,
+        weights_digest: str,
+        tolerance: Tolerance,
+        *,
+        stall_s: float | None = None,
+        packing: Tolerance | None = None,
+    ) -> SelfTest:
+        """Runs the self-test. Raises RunError at the first failed check; a sampler without an
+        answer for `stall_s` is a transient failure. `packing`: the learner's own tolerance, if it
+        is not that of the samplers."""
+        probes: list[Probe] = []
+        for s, sampler in enumerate(self.samplers):
+            try:
+                async with asyncio.timeout(stall_s) as limit:
+                    probes += await self.draw(sampler, f"selftest-{s}")
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                text = f"self-test: sampler {s} gave no answer for stall_abort_s = {stall_s:g} s"
+                raise Transient(text) from None
+        given = [probe.ids for probe in probes], packing or tolerance, PROBE_SAMPLES + 1
+        packed = await self.learner.run(partial(check_packing, self.learner, *given))
+        differences = np.abs(await self.differences(probes))
+        largest, mean = float(differences.max()), float(differences.mean())
+        if not (largest <= tolerance.max_difference and mean <= tolerance.mean_difference):
+            raise RunError(
+                f"self-test: log-probs of the same tokens differ between sampler and trainer by "
+                f"{largest:.3g} at most and {mean:.3g} in the mean, rounding explains "
+                f"{tolerance.max_difference:g} and {tolerance.mean_difference:g}; the sampler does "
+                "not run the policy that is trained"
+            )
+        return SelfTest(packed, largest, mean, weights_digest)
+
+    async def check_adapter(self, publish: Callable[[], Awaitable[object]]) -> AdapterTest:
+        """Publishes other adapter factors and checks that the log-probs of samplers and trainer
+        change equally. Raises RunError if not; always restores and publishes the original
+        factors."""
+        try:
+            for strength in SHAKES:
+                await self.learner.call("shake_adapter", strength=strength)
+                await publish()
+                probes: list[Probe] = []
+                for s, sampler in enumerate(self.samplers):
+                    probes += await self.draw(sampler, f"adapter-{s}")
+                moved, base = await self.differences(probes), await self.differences(probes, BASE)
+                means = (float(np.abs(x).mean()) for x in (moved - base, base, moved))
+                trainer, drawn, apart = means
+                if is_alike := trainer > 0 and apart <= MAX_APART * trainer:
+                    break
+        finally:
+            await self.learner.call("shake_adapter", strength=0.0)
+        await publish()
+        if not is_alike:
+            raise RunError(
+                f"self-test: an adapter moves the trainer's log-probs by {trainer:.3g} and the "
+                f"sampler's by {drawn:.3g}, and they are {apart:.3g} apart; the sampler does not "
+                "compute with the adapter that is trained"
+            )
+        return AdapterTest(trainer, drawn, apart)
+
     def is_due(self, version: int) -> bool:
-        return version >= self.next_version
+        return self.bounds is not None and version >= self.next_version
 
     async def probe(self, version: int) -> None:
         """Raises RunError if a sampler has differed too much for too long."""
+        assert self.bounds is not None, "it is due"
         gaps = [await self._gap(i, version) for i in range(len(self.samplers))]
         for index, gap in enumerate(gaps):
             if sentence := self.bounds.past_probe(index, gap):
@@ -299,19 +275,11 @@ class Prober:
             return None
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                probes = await draw_probes(
-                    sampler,
-                    self.prompts,
-                    f"probe-{version}-{index}",
-                    temperature=self.temperature,
-                    seed=self.seed,
-                )
+                probes = await self.draw(sampler, f"probe-{version}-{index}")
         except (RunError, InfraFailure, TimeoutError) as failure:
             # The next groups fail too, and are retried on another sampler.
             log.info("sampler %d was not compared at version %d: %s", index, version, failure)
             return None
         if any(held != version for probe in probes for held in probe.versions):
             return None
-        learner = self.learner
-        differences = await learner.run(lambda: probe_differences(learner, probes))
-        return gap_of(differences.astype(np.float64))
+        return gap_of((await self.differences(probes)).astype(np.float64))

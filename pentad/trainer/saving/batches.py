@@ -15,7 +15,8 @@ import json
 import logging
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,35 +143,38 @@ def kept_steps(folder: Path) -> list[int]:
 
 def read_head(folder: Path, step: int) -> dict[str, Any]:
     """Reads the line of JSON of a batch; UserError if the file is not a batch."""
-    place = folder / f"step{step}.groups"
-    try:
+    with _reading(place := folder / f"step{step}.groups", step):
         with place.open("rb") as file:
-            head = json.loads(file.readline())
-        if head["format"] != FORMAT or head["step"] != step:
-            raise ValueError(f"it has format {head['format']!r} and step {head['step']!r}")
+            head = _head_of(file.readline(), step)
         _ = head["sha256"], head["num_groups"], head["size"]["max_row_tokens"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"is not the batch of step {step} as it was written ({error})"
-        raise UserError(Problem(str(place), rule)) from error
-    return dict(head)
+    return head
 
 
 def read_batch(folder: Path, step: int, digest: str | None = None) -> KeptBatch:
     """Reads the groups. UserError if the file is missing or damaged; `digest`: that of the groups,
     from `read_head`."""
-    place = folder / f"step{step}.groups"
-    try:
+    with _reading(place := folder / f"step{step}.groups", step):
         line, _, data = place.read_bytes().partition(b"\n")
-        head = json.loads(line)
-        found = hashlib.sha256(data).hexdigest()
-        if head.pop("sha256") != found or head["step"] != step:
+        head, found = _head_of(line, step), hashlib.sha256(data).hexdigest()
+        if head.pop("sha256") != found:
             raise ValueError("its digest does not match")
         if digest not in (None, found):
             raise ValueError("it has other groups than when the run began")
-        if head["format"] != FORMAT:
-            raise ValueError(f"its format is {head['format']!r}, not {FORMAT}")
         groups = list(unpack_groups(bytearray(data), lambda gid: Prompt(gid, (), {})))
+    return KeptBatch(step, head, groups)
+
+
+def _head_of(line: bytes, step: int) -> dict[str, Any]:
+    head: dict[str, Any] = dict(json.loads(line))
+    if head["format"] != FORMAT or head["step"] != step:
+        raise ValueError(f"it has format {head['format']!r} and step {head['step']!r}")
+    return head
+
+
+@contextmanager
+def _reading(place: Path, step: int) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RunError) as error:
         rule = f"is not the batch of step {step} as it was written ({error})"
         raise UserError(Problem(str(place), rule)) from error
-    return KeptBatch(step, head, groups)

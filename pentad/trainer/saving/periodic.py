@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,11 +177,11 @@ class Periodic(ABC):
         step, pending = self.under_way
         if wait:
             self._wait_for(pending)
-        if not pending.is_done:
+        if not pending.done():
             return
         self.under_way = None
         try:
-            result = pending.wait()
+            result = pending.result()
         except (OSError, RunError) as error:
             self._failed(step, now, error)
             return
@@ -222,13 +223,12 @@ class Periodic(ABC):
     def _wait_for(self, pending: Pending) -> None:
         """Waits for the write; for FAILED_S at most if ranks are lost or a signal arrived."""
         deadline = awake_s() if self.is_given_up else float("inf")
-        while not pending.is_done:
+        while wait_for([pending], POLL_S).not_done:
             if self.is_stopped or self.learner.is_gone:
                 deadline = min(deadline, awake_s() + FAILED_S)
             if awake_s() > deadline:
                 self.is_given_up = True
                 return
-            pending.settled(POLL_S)
 
     def _failed(self, step: int, now: int, error: Exception) -> None:
         self.num_failed, self.error = self.num_failed + 1, error

@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -84,15 +85,6 @@ Check = Callable[[Checkpoint], None]
 """Checks a checkpoint whose small files were read; raises if it does not fit the run."""
 
 
-@dataclass(slots=True)
-class FinishedStep:
-    """A finished step whose weights are in place."""
-
-    step: int
-    """Counted from 0."""
-    progress: DataProgress | None = None
-
-
 @dataclass(slots=True, kw_only=True)
 class RecoverHandler(Periodic):
     roles: Sequence[str]
@@ -112,7 +104,10 @@ class RecoverHandler(Periodic):
     """The restored checkpoint's samples that wait for training."""
     counters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Counters by role, for each restored learner."""
-    point: FinishedStep | None = None
+    step: int | None = None
+    """The last finished step, counted from 0, whose weights are in place."""
+    progress: DataProgress | None = None
+    """The progress of the data at its end."""
     outcomes: list[dict[str, Any]] = field(default_factory=list)
     """The outcome on each rank, after a synchronous save."""
     was_full: bool = False
@@ -234,7 +229,7 @@ class RecoverHandler(Periodic):
     ) -> None:
         """Stages a checkpoint if one is due; the weights are those after `step`. Doubtful weights
         are not saved, because a rollback must restore good ones."""
-        self.point = FinishedStep(step, progress)
+        self.step, self.progress = step, progress
         if self.is_on:
             self.save_if_due(step, is_doubtful=is_doubtful)
 
@@ -251,13 +246,12 @@ class RecoverHandler(Periodic):
             )
 
     def commit(self, step: int) -> Callable[[], dict[str, Any]]:
-        assert self.point is not None, "commit needs a finished step"
         self.before_commit()
         job = CommitJob(
             self.root,
             info_folder(step),
             {},
-            tuple(self._files(self.point)),
+            tuple(self._files(step)),
             facts=self.facts(),
             generation=self.generation,
         )
@@ -284,48 +278,46 @@ class RecoverHandler(Periodic):
 
     def begin(self) -> None:
         """Saves the last finished step, if no other write is in progress."""
-        if self.is_on and self.point is not None:
-            self.save_now(self.point.step)
+        if self.is_on and self.step is not None:
+            self.save_now(self.step)
 
     def finish(self) -> None:
         """Commits the last finished step before returning, or logs why it cannot."""
-        if self.is_on and self.point is not None:
-            self.finish_step(self.point.step)
+        if self.is_on and self.step is not None:
+            self.finish_step(self.step)
 
     def close(self, *, is_failed: bool) -> None:
         """Waits for writes in progress; only a few seconds after a failure."""
-        if self.point is not None and not is_failed:
-            self.collect(self.point.step, wait=True)
+        if self.step is not None and not is_failed:
+            self.collect(self.step, wait=True)
         self._settle_last()
         self.tiers.close(FAILED_S if is_failed else self.upload_timeout_s)
 
     def _settle_last(self) -> None:
         """Waits a few seconds for the commit in progress, once."""
         if self.under_way is not None and not self.is_given_up:
-            self.under_way[1].settled(FAILED_S)
-            self.is_given_up = not self.under_way[1].is_done
+            self.is_given_up = bool(wait([self.under_way[1]], FAILED_S).not_done)
 
-    def _files(self, point: FinishedStep) -> Iterator[FileSpec]:
-        epoch, epoch_step = divmod(point.step, self.steps_per_epoch)
+    def _files(self, step: int) -> Iterator[FileSpec]:
+        def spec(name: str, data: bytes) -> FileSpec:
+            return FileSpec(f"{info_folder(step)}/{name}", (Piece(name, (data,)),))
+
+        epoch, epoch_step = divmod(step, self.steps_per_epoch)
         infos: dict[str, dict[str, Any]] = {name: {} for name in INFOS}
         infos["step_info"] = {
             "epoch": epoch,
             "epoch_step": epoch_step,
-            "global_step": point.step,
+            "global_step": step,
             "steps_per_epoch": self.steps_per_epoch,
         }
         for (file, name), part in self.parts.items():
             infos[file][name] = part.state()
-        if point.progress is not None:
-            infos["dataloader_info"]["ledger"] = point.progress.ledger
-            if point.progress.ready:
-                data = b"".join(pack_groups(point.progress.ready))
-                yield self._file(point.step, GROUPS, data)
+        if self.progress is not None:
+            infos["dataloader_info"]["ledger"] = self.progress.ledger
+            if self.progress.ready:
+                yield spec(GROUPS, b"".join(pack_groups(self.progress.ready)))
         for name, info in infos.items():
-            yield self._file(point.step, f"{name}.json", json.dumps(info, indent=1).encode())
-
-    def _file(self, step: int, name: str, data: bytes) -> FileSpec:
-        return FileSpec(f"{info_folder(step)}/{name}", (Piece(name, (data,)),))
+            yield spec(f"{name}.json", json.dumps(info, indent=1).encode())
 
     def describe(self, step: int) -> str:
         return f"the recovery checkpoint of step {step + 1}"
@@ -361,14 +353,14 @@ class RecoverHandler(Periodic):
     def rescue(self, num_done: int, num_moved: int) -> None:
         """After a failure: commits the trained state if available; logs its own errors, because the
         caller raises the failure."""
-        if self.point is None or self.point.step != num_done - 1 or num_moved:
+        if self.step is None or self.step != num_done - 1 or num_moved:
             return
         try:
             self.finish()
         except Exception as error:  # the first failure is raised
             log.warning("after the failure: no recovery checkpoint is saved: %s", error)
             return
-        if self.last_saved == self.point.step and self.is_on:
+        if self.last_saved == self.step and self.is_on:
             log.info("%s", self.next_start, extra=NOTICE)
 
 
@@ -381,12 +373,7 @@ def restore_learners(
     """Restores the learners of these roles; returns the answer of each, by role."""
     root, step = str(checkpoint.root.absolute()), checkpoint.step
     with holding(checkpoint.root / checkpoint.info / COMMIT):
-        return {
-            role: learner.call_all(
-                method, role=role, root=root, step=step, folder=state_folder(role, step)
-            )
-            for role in roles
-        }
+        return {role: learner.call_all(method, role=role, root=root, step=step) for role in roles}
 
 
 def begin_ending(saves: Iterable[Periodic], stop: StopFlag) -> str:
@@ -422,15 +409,6 @@ def finish_saves(
         text = "before the recovery checkpoint of the last step was saved; the model is in "
         raise stopped(stop.reason, f"{text}{folders[0]}; {recover.next_start}")
     return folders
-
-
-def progress_of(learner: LearnerClient, trained: int) -> tuple[int, int]:
-    """Returns the number of trained batches, and of updates of a further one; `trained` if the
-    learners are lost or were never built."""
-    if learner.is_gone:
-        return trained, 0
-    progress = learner.query("progress")
-    return progress["num_done"], progress["num_moved"]
 
 
 def save_after_failure(

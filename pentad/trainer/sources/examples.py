@@ -45,34 +45,22 @@ from pentad.trainer.saving.recovery import Identity
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExampleInputs(RunInputs):
-    """The inputs of a run on examples."""
-
-    data: Examples
-    valid: Examples | None
-    tags: tuple[str, ...]
-
-    @property
-    def parts(self) -> dict[str, Examples]:
-        """The parts "train" and "valid"."""
-        return {"train": self.data} | ({"valid": self.valid} if self.valid else {})
-
-    async def open(self, run: Run, stack: AsyncExitStack) -> ExampleSource:
-        if run.learner.service is not None:  # no need to read the data twice
-            run.learner.service.data = self.parts
-        states = {part: opened.state() for part, opened in self.parts.items()}
-        await run.learner.run(partial(run.build, num_steps=run.num_steps, data=states))
-        examples = self.data.batch(0, min(NUM_PROBES, len(self.data)))
-        rows = [row.ids.tolist() for row in examples]
-        tolerance = tolerance_of(run.config.actor.compute_dtype(run.learner.device.type))
-        with announced(log, "self-test: packed sequences get the log-probs they get alone"):
-            packed = await run.learner.run(lambda: check_packing(run.learner, rows, tolerance))
-        evals = run.context.frequency(run.config.evaluator) if self.evaluates else None
-        run.recover.add("dataloader_info", "data", Identity(self.data.state))
-        if evals is not None:
-            run.recover.add("evaluator_info", "frequency", evals)
-        return ExampleSource(run, self.data, evals, packed, self.tags)
+async def open_source(parts: dict[str, Examples], run: Run, stack: AsyncExitStack) -> ExampleSource:
+    """`parts`: the data "train" and "valid"."""
+    data = parts["train"]
+    if run.learner.service is not None:  # no need to read the data twice
+        run.learner.service.data = parts
+    states = {part: opened.state() for part, opened in parts.items()}
+    await run.learner.run(partial(run.build, num_steps=run.num_steps, data=states))
+    rows = [row.ids.tolist() for row in data.batch(0, min(NUM_PROBES, len(data)))]
+    tolerance = tolerance_of(run.config.actor.compute_dtype(run.learner.device.type))
+    with announced(log, "self-test: packed sequences get the log-probs they get alone"):
+        packed = await run.learner.run(lambda: check_packing(run.learner, rows, tolerance))
+    evals = run.context.frequency(run.config.evaluator) if "valid" in parts else None
+    run.recover.add("dataloader_info", "data", Identity(data.state))
+    if evals is not None:
+        run.recover.add("evaluator_info", "frequency", evals)
+    return ExampleSource(run, data, evals, packed)
 
 
 @dataclass(eq=False)
@@ -85,20 +73,12 @@ class ExampleSource(BatchSource):
     """Frequency of evaluations; None: no held-out examples."""
     packed: float
     """The largest log-prob difference in the self-test of packing."""
-    tags: tuple[str, ...] = ()
-    """Tags of the frozen weights with which the ranks score examples."""
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises UserError if the next rows differ from those of the checkpoint."""
         known = self.run.recover.data_state(checkpoint, "data")
         if "train_dataset" not in self.run.config.recover.allow:
             self.data.check_state(known)
-
-    def restored(self, checkpoint: Checkpoint | None) -> None:
-        """Loads frozen weights for scoring that the checkpoint does not contain."""
-        if self.tags:
-            saved = sorted(self.run.recover.tags)
-            self.run.learner.call_all("load_tags", has=saved, step=self.run.trained)
 
     async def begin(self) -> None:
         run = self.run
@@ -135,7 +115,7 @@ class ExampleSource(BatchSource):
 
 def begin_examples(
     service: type[ExampleService], config: Config, device: torch.device
-) -> ExampleInputs:
+) -> RunInputs:
     """Preparations before anything else, on any rank."""
     inputs = check_examples(service, config, device)
     start_run(config, inputs.roles)
@@ -144,7 +124,7 @@ def begin_examples(
 
 def check_examples(
     service: type[ExampleService], config: Config, device: torch.device
-) -> ExampleInputs:
+) -> RunInputs:
     """Checks everything the run reads; raises one UserError with every problem."""
     checks, dims = begin_checks(config, device, service.command)
     tokenizer = checks.attempt(lambda: tokenizer_of(config))
@@ -160,15 +140,14 @@ def check_examples(
                 found[part] = data
     checks.raise_all()
     assert dims is not None and "train" in found, "what failed has raised"
-    return ExampleInputs(
+    return RunInputs(
         command=service.command,
         title=service.command,
         dims=dims,
         roles=("actor",),
         data=found["train"],
-        valid=found.get("valid"),
-        tags=service.tags,
         evaluates="valid" in found,
+        open=partial(open_source, found),
     )
 
 

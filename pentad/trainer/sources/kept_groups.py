@@ -65,17 +65,11 @@ class KeptGroups:
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeptInputs(RunInputs):
-    """The inputs of a run that only trains."""
-
-    data: KeptGroups
-
-    async def open(self, run: Run, stack: AsyncExitStack) -> KeptSource:
-        size = RunSize(run.num_steps, self.data.max_row_tokens)
-        await run.learner.run(partial(run.build, **asdict(size)))
-        run.recover.add("dataloader_info", "groups", Identity(self.data.state))
-        return KeptSource(run, self.data, run.context.batch_keeper(size))
+async def open_kept(kept: KeptGroups, run: Run, stack: AsyncExitStack) -> KeptSource:
+    size = RunSize(run.num_steps, kept.max_row_tokens)
+    await run.learner.run(partial(run.build, **asdict(size)))
+    run.recover.add("dataloader_info", "groups", Identity(kept.state))
+    return KeptSource(run, kept, run.context.batch_keeper(size))
 
 
 @dataclass(eq=False)
@@ -100,10 +94,10 @@ class KeptSource(BatchSource):
             raise UserError(Problem(where, rule, "restore them, or start over with --fresh"))
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        run, heads = self.run, self.kept.heads
-        self.batches.forget(after=run.trained)
-        run.learner.call_all("load_tags", has=sorted(run.recover.tags), step=run.trained)
-        self.num_groups = sum(heads[n % len(heads)]["num_groups"] for n in range(run.trained))
+        super().restored(checkpoint)
+        done, heads = self.run.trained, self.kept.heads
+        self.batches.forget(after=done)
+        self.num_groups = sum(heads[n % len(heads)]["num_groups"] for n in range(done))
 
     async def begin(self) -> None:
         self.run.context.started(self.run.trained, layout=str(self.run.context.layout))
@@ -130,12 +124,8 @@ class KeptSource(BatchSource):
         if every and (trained.batch + 1) % every == 0:
             await self.run.learner.call("save_tag", tag="ref")
 
-    def keep(self, trained: TrainedBatch) -> None:
-        write_trained = partial(self.run.learner.query, "keep_trained")
-        self.batches.keep(trained.batch + 1, trained.groups, write_trained)
 
-
-def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
+def begin_train_only(config: Config, device: torch.device) -> RunInputs:
     """Checks everything the run reads; raises one UserError with every problem."""
     checks, dims = begin_checks(config, device, "train")
     kept = checks.attempt(lambda: open_groups(config))
@@ -149,13 +139,14 @@ def begin_train_only(config: Config, device: torch.device) -> KeptInputs:
     assert dims and kept, "what failed has raised"
     roles = roles_of(config)
     start_run(config, roles)
-    return KeptInputs(
+    return RunInputs(
         command="train",
         title=config.algorithm.name,
         dims=dims,
         data=kept,
         roles=roles,
         evaluates=False,
+        open=partial(open_kept, kept),
     )
 
 

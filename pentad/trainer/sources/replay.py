@@ -180,12 +180,12 @@ def run_replay(folder: Path, step: int, *, layout: str | None, device: str, dump
     return Replay(plan.begin, changed, compared)
 
 
-def begin_replay(plan: ReplayPlan, dump: str, config: Config, device: torch.device) -> ReplayInputs:
+def begin_replay(plan: ReplayPlan, dump: str, config: Config, device: torch.device) -> RunInputs:
     """Preparations before anything else; UserError if this machine has too few devices."""
     if config.component("actor").world > 1:
         raise_problems(rank_problems(plan.config, start_facts(device, "train")))
     config.register_models()
-    return ReplayInputs(
+    return RunInputs(
         command="train",
         title="replay",
         dims=trained_dims(config, config.model_folder()),
@@ -193,37 +193,23 @@ def begin_replay(plan: ReplayPlan, dump: str, config: Config, device: torch.devi
         roles=(),
         evaluates=False,
         is_shown=False,
-        plan=plan,
-        dump=dump,
+        open=partial(open_replay, plan, dump),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayInputs(RunInputs):
-    """The inputs of a replay. It trains the learners of the recorded run and saves none."""
-
-    plan: ReplayPlan
-    dump: str
-    """File for the log-probs of the last step; empty: none."""
-
-    async def open(self, run: Run, stack: AsyncExitStack) -> ReplaySource:
-        plan = self.plan
-        given = {"scored_apart": plan.apart, "num_threads": plan.last["place"]["threads"]}
-        await run.learner.run(partial(run.build, **plan.last["size"], **given))
-        return ReplaySource(
-            run=run,
-            kept=plan.data,
-            batches=run.context.batch_keeper(RunSize(**plan.last["size"])),
-            num_before=plan.data.steps[0] - 1,
-            chunks_as_kept=True,
-            plan=plan,
-            dump=self.dump,
-        )
-
-    def summary(self, run: Run, model: Path | None) -> RunSummary:
-        run.stop.check_complete(run.trained, run.num_steps, model)
-        folder = run.context.folder.path
-        return RunSummary(folder, folder, run.trained)
+async def open_replay(plan: ReplayPlan, dump: str, run: Run, stack: AsyncExitStack) -> ReplaySource:
+    """Builds the learners of the recorded run; none is saved."""
+    given = {"scored_apart": plan.apart, "num_threads": plan.last["place"]["threads"]}
+    await run.learner.run(partial(run.build, **plan.last["size"], **given))
+    return ReplaySource(
+        run=run,
+        kept=plan.data,
+        batches=run.context.batch_keeper(RunSize(**plan.last["size"])),
+        num_before=plan.data.steps[0] - 1,
+        chunks_as_kept=True,
+        plan=plan,
+        dump=dump,
+    )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -232,6 +218,7 @@ class ReplaySource(KeptSource):
 
     plan: ReplayPlan
     dump: str
+    """File for the log-probs of the last step; empty: none."""
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
         learner, config, tags = self.run.learner, self.plan.config, set[str]()
@@ -248,6 +235,12 @@ class ReplaySource(KeptSource):
     def keep(self, trained: TrainedBatch) -> None:
         if self.dump and trained.batch + 1 == self.run.num_steps:
             self.run.learner.query("dump", file=self.dump)
+
+    def summary(self, model: Path | None) -> RunSummary:
+        run = self.run
+        run.stop.check_complete(run.trained, run.num_steps, model)
+        folder = run.context.folder.path
+        return RunSummary(folder, folder, run.trained)
 
 
 class ReplayService(LearnerService):

@@ -32,8 +32,9 @@ from pentad.telemetry.log import NOTICE, announced
 from pentad.telemetry.record import Funnel, PhaseTimer, StepRecord
 from pentad.trainer.context import RunSummary
 from pentad.trainer.preflight import Checked, check_train, size_of
-from pentad.trainer.processes.ranks import run_here
+from pentad.trainer.processes.ranks import run_once
 from pentad.trainer.processes.supervisor import RunJob
+from pentad.trainer.pumps.rollout_pump import RolloutPump, rejection
 from pentad.trainer.pumps.scheduler import Scheduler
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.rank.learners import backend_of, start_run, weights_folder
@@ -44,7 +45,7 @@ from pentad.trainer.sampling.evaluate import Scorers, open_executors
 from pentad.trainer.sampling.placement import DeviceTurns, Placement
 from pentad.trainer.sampling.samplers import SamplerOpener
 from pentad.trainer.saving.batches import BatchKeeper, kept_steps, read_batch
-from pentad.trainer.sources.rollouts import rollout_pump, watchdog_of
+from pentad.trainer.sources.rollouts import watchdog_of
 from pentad.trainer.stopping import stopped
 
 log = logging.getLogger(__name__)
@@ -60,20 +61,21 @@ def run_rollout_only(
     job = RunJob(
         lead, lambda _, rank, where: NoLearner(where), begin_rollout_only, config, notes, device
     )
-    return run_here(job, fresh=fresh)
+    return run_once(job, fresh=fresh)
 
 
-def begin_rollout_only(config: Config, device: torch.device) -> SampleInputs:
+def begin_rollout_only(config: Config, device: torch.device) -> RunInputs:
     checked = check_train(config, device)
     start_run(config, ("actor",))
-    return SampleInputs(
+    return RunInputs(
         command="train",
         title="rollout",
         dims=checked.dims,
         data=checked.stream,
         roles=(),
         evaluates=False,
-        checked=checked,
+        open=partial(open_samples, checked),
+        describe_progress=lambda run: f"{run.trained} steps are sampled",
     )
 
 
@@ -93,45 +95,29 @@ class NoLearner:
         """No cleanup needed between steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleInputs(RunInputs):
-    """The inputs of a run that only samples."""
-
-    checked: Checked
-
-    async def open(self, run: Run, stack: AsyncExitStack) -> SampleSource:
-        config, checked, context = run.config, self.checked, run.context
-        size = config.train_dataset.batch_size
-        budget = Budget(size, config.max_staleness, run.num_steps)
-        state = RunState(Ledger(size), MemoryStore(), budget, stop=run.stop)
-        servers = context.folder.file("servers/")
-        samplers = await SamplerOpener(
-            config, checked.dims, checked.tokenizer, context.device, servers, stack
-        ).open()
-        with announced(log, "weights for the samplers"):
-            first = first_weights(config, context.device)
-            await Publisher(list(samplers.values())).publish(first)
-        rewards = Scorers(stack)
-        executor = await open_executors(checked, samplers, rewards, stack, purpose="train")
-        placement = Placement(is_shared=False, max_staleness=config.max_staleness)
-        device_turns = DeviceTurns(placement, [])
-        rollout = rollout_pump(config, checked, state, executor, placement, device_turns)
-        scheduler = Scheduler(state.request_stop, watchdog_of(run, state, samplers), rollout)
-        batches = context.batch_keeper(size_of(config, checked, run.num_steps))
-        batches.facts["data"] = checked.stream.state()
-        return SampleSource(run, checked, state, scheduler, batches)
-
-    def describe_progress(self, run: Run) -> str:
-        return f"{run.trained} steps are sampled"
-
-    def summary(self, run: Run, model: Path | None) -> RunSummary:
-        """Returns the summary, with the folder of sampled groups in place of a model."""
-        folder = run.context.folder.file("batches/")
-        if run.trained < run.num_steps:
-            rest = f"after {run.trained} of {run.num_steps} steps, whose groups are in "
-            rest += f"{folder}; started again, it resumes there"
-            raise stopped(run.stop.reason, rest)
-        return RunSummary(run.context.folder.path, folder, run.trained)
+async def open_samples(checked: Checked, run: Run, stack: AsyncExitStack) -> SampleSource:
+    config, context = run.config, run.context
+    size = config.train_dataset.batch_size
+    budget = Budget(size, config.max_staleness, run.num_steps)
+    state = RunState(Ledger(size), MemoryStore(), budget, stop=run.stop)
+    servers = context.folder.file("servers/")
+    samplers = await SamplerOpener(
+        config, checked.dims, checked.tokenizer, context.device, servers, stack
+    ).open()
+    with announced(log, "weights for the samplers"):
+        first = first_weights(config, context.device)
+        await Publisher(list(samplers.values())).publish(first)
+    rewards = Scorers(stack)
+    executor = await open_executors(checked, samplers, rewards, stack, purpose="train")
+    turns = DeviceTurns(Placement(is_shared=False, max_staleness=config.max_staleness), [])
+    rollout = RolloutPump(
+        *(state, checked.stream, executor, turns, rejection(config.algorithm)),
+        max_groups=config.rollout.max_concurrent_groups,
+    )
+    scheduler = Scheduler(state.request_stop, watchdog_of(run, state, samplers), rollout)
+    batches = context.batch_keeper(size_of(config, checked, run.num_steps))
+    batches.facts["data"] = checked.stream.state()
+    return SampleSource(run, checked, state, scheduler, batches)
 
 
 @dataclass(eq=False)
@@ -142,24 +128,24 @@ class SampleSource(BatchSource):
     checked: Checked
     state: RunState
     scheduler: Scheduler
-    batches: BatchKeeper
+    writer: BatchKeeper
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Never called: such a run has no checkpoints."""
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
         """Resumes after the last step that has no missing step before it."""
-        kept, done = kept_steps(self.batches.folder), 0
+        kept, done = kept_steps(self.writer.folder), 0
         while done + 1 in kept:
             done += 1
         if beyond := kept[done:]:
             rule = f"has steps {beyond[0]} to {beyond[-1]}, and step {done + 1} is missing"
             remedy = "restore it, start over with --fresh, or give another trial_name"
-            raise UserError(Problem(str(self.batches.folder), rule, remedy))
+            raise UserError(Problem(str(self.writer.folder), rule, remedy))
         self.run.context.recorder.resume(done)
         if not done:
             return
-        last = read_batch(self.batches.folder, done).facts
+        last = read_batch(self.writer.folder, done).facts
         self.checked.stream.check_state(last["data"])
         self.state.resume(last["ledger"], [], done)
         self.run.trained = done
@@ -168,7 +154,7 @@ class SampleSource(BatchSource):
     async def begin(self) -> None:
         self.run.context.started(self.run.trained)
 
-    async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
+    async def drive(self, steps: Coroutine[Any, Any, None]) -> None:
         await self.scheduler.run(steps)
 
     async def train(self, step: int, timer: PhaseTimer) -> TrainedBatch | None:
@@ -194,17 +180,17 @@ class SampleSource(BatchSource):
 
     def _write(self, step: int, groups: Sequence[Group]) -> None:
         try:
-            self.batches.write(step, groups, {"ledger": self.state.ledger.snapshot()})
+            self.writer.write(step, groups, {"ledger": self.state.ledger.snapshot()})
         except OSError as error:
             raise RunError(f"step {step}: its groups cannot be written: {error}") from error
 
-    def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+    def record(self, trained: TrainedBatch) -> StepRecord:
         step, num_tokens = trained.batch + 1, sum(trained.facts.lengths)
         phases = trained.timer.phases_ms()
         wall_ms = sum(phases.values())
         return StepRecord(
             step=step,
-            epoch=(step - 1) // run.context.steps_per_epoch,
+            epoch=(step - 1) // self.run.context.steps_per_epoch,
             version=0,
             time_s=time.time(),
             num_groups=len(trained.groups),
@@ -216,6 +202,16 @@ class SampleSource(BatchSource):
             rl=rl_of(trained),
             funnel=Funnel(**asdict(trained.funnel)) if trained.funnel else None,
         )
+
+    def summary(self, model: Path | None) -> RunSummary:
+        """Returns the summary, with the folder of sampled groups in place of a model."""
+        run = self.run
+        folder = run.context.folder.file("batches/")
+        if run.trained < run.num_steps:
+            rest = f"after {run.trained} of {run.num_steps} steps, whose groups are in "
+            rest += f"{folder}; started again, it resumes there"
+            raise stopped(run.stop.reason, rest)
+        return RunSummary(run.context.folder.path, folder, run.trained)
 
 
 def first_weights(config: Config, device: torch.device) -> Snapshot:

@@ -28,7 +28,6 @@ from pentad.data.packing import unpack_groups
 from pentad.data.store import BlobStore
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.rollout.evaluation import EvalResult
-from pentad.rollout.executor import Executors
 from pentad.sync.publisher import Snapshot
 from pentad.telemetry.log import announced
 from pentad.telemetry.record import MemoryUse, PhaseTimer, StepRecord
@@ -38,7 +37,7 @@ from pentad.trainer.processes.ranks import run_over_ranks
 from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.rollout_pump import RolloutPump, rejection
 from pentad.trainer.pumps.scheduler import Scheduler, Watchdog
-from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, ScorerCalls, open_scorers
+from pentad.trainer.pumps.scorers import RefreshedReference, ScorePump, ScorerClient, open_scorers
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.pumps.train_pump import BatchTrainer, PublishPump
 from pentad.trainer.rank.learners import roles_of, start_run
@@ -48,13 +47,11 @@ from pentad.trainer.resume import replaced_weights
 from pentad.trainer.run import BatchSource, Run, RunInputs
 from pentad.trainer.run_folders import oldest_saved
 from pentad.trainer.sampling.evaluate import Evaluator, Scorers, open_executors
-from pentad.trainer.sampling.placement import DeviceTurns, Placement
+from pentad.trainer.sampling.placement import Placement
 from pentad.trainer.sampling.sampler_side import SamplerSide, open_group_store, open_sampler_side
 from pentad.trainer.sampling.selftest import (
     NUM_PROBES,
     Prober,
-    check_adapter,
-    run_selftest,
     tolerance_of,
 )
 from pentad.trainer.saving.batches import BatchKeeper
@@ -71,109 +68,90 @@ def run_train(
     return run_over_ranks(begin_train, LearnerService, config, notes, fresh, device)
 
 
-def begin_train(config: Config, device: torch.device) -> RolloutInputs:
+def begin_train(config: Config, device: torch.device) -> RunInputs:
     """Preparations before anything else, on any rank."""
     checked = check_train(config, device)
     roles = roles_of(config)
     start_run(config, roles)
-    return RolloutInputs(
+    return RunInputs(
         command="train",
         title=config.algorithm.name,
         dims=checked.dims,
         data=checked.stream,
         roles=roles,
         evaluates=checked.valid is not None,
-        checked=checked,
+        open=partial(open_rollouts, checked),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutInputs(RunInputs):
-    """The inputs of a run that samples and trains."""
+async def open_rollouts(checked: Checked, run: Run, stack: AsyncExitStack) -> RolloutSource:
+    config = run.config
+    batch_size = config.train_dataset.batch_size
+    size = size_of(config, checked, run.num_steps)
+    placement = Placement(
+        is_shared=config.mode == "colocate",
+        max_staleness=config.max_staleness,
+        snapshots_on_host=config.snapshot_on_host(kind_of(run.learner.device)),
+        offload_rollout=bool(config.offload_rollout),
+        offload_train=bool(config.offload_train),
+    )
+    store = open_group_store(run, checked)
+    state = RunState(
+        Ledger(batch_size, has_scorers=bool(scorers(config))),
+        store,
+        Budget(
+            *(batch_size, config.max_staleness, run.num_steps),
+            max_carries=config.rollout.max_carries if config.oversamples else 0,
+        ),
+        stop=run.stop,
+    )
 
-    checked: Checked
+    def build() -> None:
+        run.build(**asdict(size))
+        if isinstance(store, BlobStore):  # else it is in the memory of the learners
+            run.learner.call_all("open_store", address=store.address)
 
-    async def open(self, run: Run, stack: AsyncExitStack) -> RolloutSource:
-        config, checked, context = run.config, self.checked, run.context
-        batch_size = config.train_dataset.batch_size
-        size = size_of(config, checked, run.num_steps)
-        placement = Placement(
-            is_shared=config.mode == "colocate",
-            max_staleness=config.max_staleness,
-            snapshots_on_host=config.snapshot_on_host(kind_of(run.learner.device)),
-            offload_rollout=bool(config.offload_rollout),
-            offload_train=bool(config.offload_train),
-        )
-        store = open_group_store(run, checked)
-        state = RunState(
-            Ledger(batch_size, has_scorers=bool(scorers(config))),
-            store,
-            Budget(
-                *(batch_size, config.max_staleness, run.num_steps),
-                max_carries=config.rollout.max_carries if config.oversamples else 0,
-            ),
-            stop=run.stop,
-        )
-        address = store.address if isinstance(store, BlobStore) else None
-        build = partial(build_learners, run, size, address)
-        side = await open_sampler_side(run, checked, placement, stack, build)
-        rewards = Scorers(stack)
-        evaluator = await open_evaluator(run, checked, side, rewards, stack)
-        models = await open_scorers(run, store, size.max_row_tokens, stack)
-        if placement.offload_train:
-            await side.device_turns.enter("actor")
-        run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
-        reference = reference_of(run, models, size)
-        publish = publish_pump(run, checked, side, state, placement, evaluator)
-        num_chunks = config.num_iters_per_train_update
-        is_open = reference.scores if reference else lambda batch: True
-        score = ScorePump(state, models, placement, num_chunks=num_chunks, is_open=is_open)
-        executor = await open_executors(checked, side.samplers, rewards, stack, purpose="train")
-        scheduler = Scheduler(
-            state.request_stop,
-            watchdog_of(run, state, side.samplers),
-            rollout_pump(
-                *(config, checked, state, executor, placement, side.device_turns),
-                oversampling=oversampling_of(config, state, side.samplers),
-            ),
-            publish,
-            score if models else None,
-        )
-        return RolloutSource(
-            run=run,
-            checked=checked,
-            placement=placement,
-            state=state,
-            side=side,
-            evaluator=evaluator,
-            reference=reference,
-            scheduler=scheduler,
-            trainer=BatchTrainer(
-                state, run.learner, publish, placement, side.device_turns, num_chunks
-            ),
-            batches=context.batch_keeper(size),
-            saves_first=placement.offload_train,  # the learner leaves when samplers wake
-        )
-
-
-def rollout_pump(
-    config: Config,
-    checked: Checked,
-    state: RunState,
-    executor: Executors,
-    placement: Placement,
-    device_turns: DeviceTurns,
-    oversampling: Oversampling | None = None,
-) -> RolloutPump:
-    return RolloutPump(
-        state,
-        checked.stream,
-        executor,
-        placement,
-        device_turns,
-        rejection(config.algorithm),
-        max_groups=config.rollout.max_concurrent_groups,
-        oversampling=oversampling,
+    side = await open_sampler_side(run, checked, placement, stack, build)
+    rewards = Scorers(stack)
+    evaluator = await open_evaluator(run, checked, side, rewards, stack)
+    models = await open_scorers(run, store, size.max_row_tokens, stack)
+    if placement.offload_train:
+        await side.device_turns.enter("actor")
+    run.recover.add("dataloader_info", "data", Identity(checked.stream.state))
+    reference = reference_of(run, models, size)
+    prober = prober_of(run, checked, side)
+    publish = PublishPump(
+        *(state, side.publisher, evaluator, side.device_turns),
+        prober=prober,
+        find_cause=run.learner.find_cause,
+    )
+    num_chunks = config.num_iters_per_train_update
+    is_open = reference.scores if reference else lambda batch: True
+    score = ScorePump(state, models, num_chunks=num_chunks, is_open=is_open)
+    executor = await open_executors(checked, side.samplers, rewards, stack, purpose="train")
+    scheduler = Scheduler(
+        state.request_stop,
+        watchdog_of(run, state, side.samplers),
+        RolloutPump(
+            *(state, checked.stream, executor, side.device_turns, rejection(config.algorithm)),
+            max_groups=config.rollout.max_concurrent_groups,
+            oversampling=oversampling_of(config, state, side.samplers),
+        ),
+        publish,
+        score if models else None,
+    )
+    return RolloutSource(
+        run=run,
+        checked=checked,
+        state=state,
+        side=side,
+        prober=prober,
+        evaluator=evaluator,
+        reference=reference,
+        scheduler=scheduler,
+        trainer=BatchTrainer(state, run.learner, publish, side.device_turns, num_chunks),
+        batches=run.context.batch_keeper(size),
+        saves_first=placement.offload_train,  # the learner leaves when samplers wake
     )
 
 
@@ -208,46 +186,22 @@ def watchdog_of(run: Run, state: RunState, samplers: Mapping[str, Sampler]) -> W
     )
 
 
-def publish_pump(
-    run: Run,
-    checked: Checked,
-    side: SamplerSide,
-    state: RunState,
-    placement: Placement,
-    evaluator: Evaluator | None,
-) -> PublishPump:
+def prober_of(run: Run, checked: Checked, side: SamplerSide) -> Prober:
     samplers = list(side.samplers.values())
-    prober = Prober(
+    # On-policy, the trained tokens show whether a single sampler is up to date.
+    is_probed = run.config.max_staleness > 0 or len(samplers) > 1
+    return Prober(
         samplers=samplers,
         prompts=[prompt.ids for prompt in checked.stream.first(NUM_PROBES)],
         learner=run.learner,
-        bounds=run.bounds,
         temperature=run.config.gconfig.temperature,
         seed=run.config.seed,
+        bounds=run.bounds if is_probed else None,
     )
-    # On-policy, the trained tokens show whether a single sampler is up to date.
-    is_probed = not placement.is_on_policy or len(samplers) > 1
-    return PublishPump(
-        state,
-        side.publisher,
-        evaluator,
-        placement,
-        side.device_turns,
-        prober if is_probed else None,
-        run.learner.find_cause,
-    )
-
-
-def build_learners(run: Run, size: RunSize, address: dict[str, Any] | None) -> None:
-    """Builds the learners. `address`: that of the group store; None: the store is in their
-    memory."""
-    run.build(**asdict(size))
-    if address is not None:
-        run.learner.call_all("open_store", address=address)
 
 
 def reference_of(
-    run: Run, models: Mapping[str, ScorerCalls], size: RunSize
+    run: Run, models: Mapping[str, ScorerClient], size: RunSize
 ) -> RefreshedReference | None:
     """Returns the reference, if it has separate devices and is refreshed."""
     if "ref" not in models or not run.config.ref_update_interval:
@@ -301,9 +255,9 @@ class RolloutSource(BatchSource):
 
     run: Run
     checked: Checked
-    placement: Placement
     state: RunState
     side: SamplerSide
+    prober: Prober
     evaluator: Evaluator | None
     reference: RefreshedReference | None
     scheduler: Scheduler
@@ -338,7 +292,7 @@ class RolloutSource(BatchSource):
         run = self.run
         self.batches.forget(after=run.trained)
         if checkpoint is None:
-            run.learner.call_all("load_tags", has=[], step=0)
+            super().restored(checkpoint)
             return
         before, now = with_hub_names(checkpoint.manifest.facts["config"]), run.config
         replaced = replaced_weights(checkpoint, now)
@@ -361,32 +315,20 @@ class RolloutSource(BatchSource):
         run, config, trained = self.run, self.run.config, self.run.trained
         if self.reference is not None:
             await self.reference.resume(trained)
-        sides = run.learner, list(self.side.samplers.values())
-        prompts = [prompt.ids for prompt in self.checked.stream.first(NUM_PROBES)]
-        temperature, adapter = config.gconfig.temperature, None
+        adapter = None
         with announced(log, "self-test: sampler and trainer agree on log-probs"):
             snapshot = await self._publish(trained)
             if config.actor.lora is not None:
-                adapter = await check_adapter(
-                    *sides,
-                    prompts,
-                    partial(self._publish, trained),
-                    temperature=temperature,
-                    seed=config.seed,
-                )
+                adapter = await self.prober.check_adapter(partial(self._publish, trained))
             dtype = config.actor.compute_dtype(run.learner.device.type)
-            found = await run_selftest(
-                *sides,
-                prompts,
-                temperature=temperature,
-                weights_digest=snapshot.digest.hex(),
-                tolerance=tolerance_of(
+            found = await self.prober.selftest(
+                snapshot.digest.hex(),
+                tolerance_of(
                     dtype,
                     strict=config.strict,
                     cache_dtype=config.rollout.kv_cache_dtype,
                     weight_dtype=config.rollout.weight_dtype,
                 ),
-                seed=config.seed,
                 stall_s=config.stall_abort_s,
                 packing=tolerance_of(dtype, strict=config.strict),
             )
@@ -402,14 +344,16 @@ class RolloutSource(BatchSource):
 
     async def _publish(self, version: int) -> Snapshot:
         """Publishes the weights to all samplers, before any step."""
-        snapshot = await self.side.snapshot_weights(version, copy=self.placement.offload_train)
+        snapshot = await self.side.snapshot_weights(
+            version, copy=self.side.device_turns.placement.offload_train
+        )
         await self.side.device_turns.enter("rollout")
         await self.side.publisher.publish(snapshot)
         return snapshot
 
     # Steps
 
-    async def drive(self, run: Run, steps: Coroutine[Any, Any, None]) -> None:
+    async def drive(self, steps: Coroutine[Any, Any, None]) -> None:
         await self.scheduler.run(steps)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
@@ -439,11 +383,8 @@ class RolloutSource(BatchSource):
     def publish(self, snapshot: Snapshot, timer: PhaseTimer) -> Coroutine[Any, Any, None]:
         return self.trainer.publish.submit(snapshot, timer)
 
-    def keep(self, trained: TrainedBatch) -> None:
-        write_trained = partial(self.run.learner.query, "keep_trained")
-        self.batches.keep(trained.batch + 1, trained.groups, write_trained)
-
-    def record(self, run: Run, trained: TrainedBatch) -> StepRecord:
+    def record(self, trained: TrainedBatch) -> StepRecord:
+        run = self.run
         with trained.timer.phase("record"):
             metrics = run.learner.query("batch_metrics")
             trained.facts = replace(trained.facts, metrics=metrics)

@@ -150,7 +150,7 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, is_lasting: boo
 
 
 def test_a_full_disk_fails_the_job_and_gives_its_space_back(tmp_path: Path, writer: Writer):
-    save(lambda job: writer.submit(job).wait(240), tmp_path, 1)
+    save(lambda job: writer.submit(job).result(240), tmp_path, 1)
     assert writer.pid is not None
     resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     memory = memory_of(bytes(3 << 20))
@@ -160,15 +160,15 @@ def test_a_full_disk_fails_the_job_and_gives_its_space_back(tmp_path: Path, writ
     job = WriteJob(tmp_path, "recover_info/globalstep2", (file,))
     pending = writer.submit(job)
     with pytest.raises(OSError, match="File too large.*globalstep2/f") as caught:
-        pending.wait(240)
+        pending.result(240)
     assert caught.value.errno == errno.EFBIG
-    assert pending.error is caught.value
+    assert pending.exception() is caught.value
     assert not (tmp_path / file.path).exists()
     outcome = json.loads(json.dumps(pending.outcome()))
     failure = failure_in(outcome)
     assert isinstance(failure, OSError) and str(failure) == str(caught.value)
     with pytest.raises(OSError, match="File too large.*globalstep2/f"):
-        writer.submit(commit_job(tmp_path, 2, [outcome], failure=failure)).wait(240)
+        writer.submit(commit_job(tmp_path, 2, [outcome], failure=failure)).result(240)
     assert steps(tmp_path) == [1]
     assert list(tmp_path.rglob("globalstep2")) == []
 
@@ -188,15 +188,15 @@ class Stall:
 
 
 def test_stalled_storage_does_not_hold_the_caller(tmp_path: Path, writer: Writer):
-    save(lambda job: writer.submit(job).wait(240), tmp_path, 1)
+    save(lambda job: writer.submit(job).result(240), tmp_path, 1)
     jobs = write_jobs(tmp_path, 2)
     with Stall(writer):
         pendings = [writer.submit(job) for job in jobs]
         time.sleep(0.3)
-        assert not any(pending.is_done for pending in pendings)
-        with pytest.raises(TimeoutError, match="not done after 0.1 s"):
-            pendings[0].wait(0.1)
-    run_job(commit_job(tmp_path, 2, [pending.wait(240) for pending in pendings]))
+        assert not any(pending.done() for pending in pendings)
+        with pytest.raises(TimeoutError):
+            pendings[0].result(0.1)
+    run_job(commit_job(tmp_path, 2, [pending.result(240) for pending in pendings]))
     assert pendings[-1].seconds > 0.3
     assert steps(tmp_path) == [2, 1]
 
@@ -204,7 +204,7 @@ def test_stalled_storage_does_not_hold_the_caller(tmp_path: Path, writer: Writer
 def test_a_writer_that_is_killed_fails_its_jobs_and_the_next_one_is_new(
     tmp_path: Path, writer: Writer
 ):
-    save(lambda job: writer.submit(job).wait(240), tmp_path, 1)
+    save(lambda job: writer.submit(job).result(240), tmp_path, 1)
     assert writer.pid is not None
     first = writer.pid
     os.kill(first, signal.SIGSTOP)
@@ -213,9 +213,9 @@ def test_a_writer_that_is_killed_fails_its_jobs_and_the_next_one_is_new(
     os.kill(first, signal.SIGKILL)
     for pending in pendings:
         with pytest.raises(RunError, match="was ended by signal 9"):
-            pending.wait(240)
+            pending.result(240)
         assert "was ended by signal 9" in pending.outcome()["error"]
-    save(lambda job: writer.submit(job).wait(240), tmp_path, 2)
+    save(lambda job: writer.submit(job).result(240), tmp_path, 2)
     assert writer.pid != first
     assert steps(tmp_path) == [2, 1]
 
@@ -227,8 +227,8 @@ sys.path.append({tests!r})
 from checkpoint_saves import commit_job, save, write_jobs
 from pentad.checkpoint.writer import Writer
 root, writer = Path({root!r}), Writer()
-save(lambda job: writer.submit(job).wait(240), root, 1)
-results = [writer.submit(job).wait(240) for job in write_jobs(root, 2)]
+save(lambda job: writer.submit(job).result(240), root, 1)
+results = [writer.submit(job).result(240) for job in write_jobs(root, 2)]
 late = {{"files": {{"recover_info/globalstep2/late": {{"size": 2}}}}}}
 writer.submit(commit_job(root, 2, [*results, late], visible_s=600))
 print(writer.pid, flush=True)
@@ -259,24 +259,24 @@ def test_a_parent_that_is_killed_takes_the_writer_with_it(tmp_path: Path):
 
 
 def test_signals_to_all_processes_of_a_run_do_not_end_the_writer(tmp_path: Path, writer: Writer):
-    save(lambda job: writer.submit(job).wait(240), tmp_path, 1)
+    save(lambda job: writer.submit(job).result(240), tmp_path, 1)
     assert writer.pid is not None
     first = writer.pid
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(first, number)
-    save(lambda job: writer.submit(job).wait(240), tmp_path, 2)
+    save(lambda job: writer.submit(job).result(240), tmp_path, 2)
     assert writer.pid == first
 
 
 def test_close_waits_for_the_jobs_under_way(tmp_path: Path, writer: Writer):
-    results = [writer.submit(job).wait(240) for job in write_jobs(tmp_path, 1)]
+    results = [writer.submit(job).result(240) for job in write_jobs(tmp_path, 1)]
     path = tmp_path / next(iter(results[0]["files"]))
     aside = path.rename(tmp_path / "aside")
     pending = writer.submit(commit_job(tmp_path, 1, results, visible_s=240))
     timer = threading.Timer(0.5, lambda: aside.rename(path))
     timer.start()
     writer.close()
-    assert pending.is_done and pending.error is None
+    assert pending.done() and pending.exception() is None
     assert steps(tmp_path) == [1]
 
 
@@ -288,8 +288,8 @@ def test_an_export_does_not_hold_up_the_state_of_a_later_step(tmp_path: Path, wr
     export = ExportJob(tmp_path / "model", (BlockSpec("w", Runs(0, 1), held),))
     waiting = writer.submit(export)
     pendings = [writer.submit(job) for job in write_jobs(tmp_path, 1)]
-    run_job(commit_job(tmp_path, 1, [pending.wait(240) for pending in pendings]))
-    assert steps(tmp_path) == [1] and not waiting.is_done
+    run_job(commit_job(tmp_path, 1, [pending.result(240) for pending in pendings]))
+    assert steps(tmp_path) == [1] and not waiting.done()
 
 
 def test_the_writer_needs_neither_torch_nor_numpy():
@@ -303,7 +303,7 @@ def test_a_process_with_thousands_of_open_files_can_have_a_writer(tmp_path: Path
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        save(lambda job: writer.submit(job).wait(240), tmp_path, 1)
+        save(lambda job: writer.submit(job).result(240), tmp_path, 1)
     finally:
         for fd in held:
             os.close(fd)

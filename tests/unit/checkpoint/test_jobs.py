@@ -1,7 +1,9 @@
 """Jobs write what they are given, in this process and through the writer's, and commit it."""
 
 import shutil
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from checkpoint_saves import Runner, commit_job, data_files, save, write_job
 
 from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob, Runs
 from pentad.checkpoint.folders import damage, find_checkpoints, read_file
-from pentad.checkpoint.job import FileSpec, Piece, WriteJob, run_job
+from pentad.checkpoint.job import FileSpec, Lazy, Piece, WriteJob, run_job
 from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
 
@@ -20,7 +22,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
         yield run_job
         return
     writer = Writer()
-    yield lambda job: writer.submit(job).wait(240)
+    yield lambda job: writer.submit(job).result(240)
     writer.close()
 
 
@@ -77,16 +79,17 @@ def test_what_is_committed_is_not_written_again(tmp_path: Path, run: Runner):
     assert damage(found) == []
 
 
-def test_lazy_bytes_are_asked_one_after_the_other(tmp_path: Path):
-    buffer = bytearray(3)
+def test_a_thread_asks_for_lazy_bytes_one_after_the_other(tmp_path: Path):
+    own = threading.local()
 
     def give(value: int) -> memoryview:
-        buffer[:] = bytes([value]) * 3
-        return memoryview(buffer)
+        own.buffer = vars(own).get("buffer") or bytearray(3)
+        own.buffer[:] = bytes([value]) * 3
+        return memoryview(own.buffer)
 
-    pieces = tuple(Piece(str(n), (lambda n=n: give(n), b"-")) for n in range(3))
+    pieces = tuple(Piece(str(n), (Lazy(3, partial(give, n)), b"-")) for n in range(64))
     run_job(WriteJob(tmp_path, "recover_info/globalstep0", (FileSpec("d/f", pieces),)))
-    assert (tmp_path / "d/f").read_bytes() == b"\0\0\0-\1\1\1-\2\2\2-"
+    assert (tmp_path / "d/f").read_bytes() == b"".join(bytes([n]) * 3 + b"-" for n in range(64))
 
 
 def test_an_export_replaces_a_folder_whole(tmp_path: Path, run: Runner):
@@ -127,5 +130,5 @@ def test_jobs_of_a_writer_that_was_closed_fail_and_start_no_process(tmp_path: Pa
     writer = Writer()
     writer.close()
     with pytest.raises(RunError, match="the run has ended, and its writer with it"):
-        writer.submit(write_job(tmp_path, 2, 0)).wait(240)
+        writer.submit(write_job(tmp_path, 2, 0)).result(240)
     assert writer.pid is None and list(tmp_path.iterdir()) == []

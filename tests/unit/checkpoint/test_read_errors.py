@@ -133,7 +133,7 @@ def test_tensors_times_every_error(tmp_path: Path, file: str, name: str):
     tensors = {"model.a": torch.arange(64.0)}
     folder = state_folder("default", 0)
     staged = StateSaver().save(tensors, tmp_path, folder, is_async=False)
-    run_job(commit_job(tmp_path, 0, [staged.pending.wait(240)]))
+    run_job(commit_job(tmp_path, 0, [staged.result(240)]))
     found = read_checkpoint(tmp_path, 0)
     assert found is not None
     (path,) = [tmp_path / at for at in found.manifest.files if at.endswith(file.lstrip("_"))] or [

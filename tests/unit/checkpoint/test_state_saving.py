@@ -41,7 +41,7 @@ def commit(saver: StateSaver, state, root: Path, *, is_async: bool) -> Checkpoin
     staged = saver.save(state, root, FOLDER, is_async=is_async)
     for tensor in state.values():  # what was staged is a copy, or written
         tensor.zero_()
-    written = staged.pending.wait(240)["files"]
+    written = staged.result(240)["files"]
     assert [one["files"] for one in saver.outcomes()] == [written]
     info = "recover_info/globalstep3"
     file = FileSpec(f"{info}/step_info.json", (Piece("all", (b"{}",)),))
@@ -169,7 +169,7 @@ def test_a_failed_save_leaves_the_saver_usable(tmp_path):
     (tmp_path / "file").write_text("")
     staged = saver.save(make_state(1), tmp_path / "file", FOLDER, is_async=False)
     with pytest.raises(OSError, match="File exists"):
-        staged.pending.wait()
+        staged.result()
     found = make_state(2)
     restore(found, commit(saver, make_state(1), tmp_path / "good", is_async=False), FOLDER)
     same(found, make_state(1))
@@ -184,7 +184,7 @@ def test_a_rank_without_memory_to_stage_in_says_so_to_the_commit(tmp_path, monke
     staged = saver.save(make_state(1), tmp_path, FOLDER, is_async=True)
     words = r"no host memory to stage .* \(\[Errno 12\] Cannot allocate memory\)"
     with pytest.raises(RunError, match=words):
-        staged.pending.wait()
+        staged.result()
     (outcome,) = saver.outcomes()
     assert re.match(words, outcome["error"]) and outcome["files"] == {}
 

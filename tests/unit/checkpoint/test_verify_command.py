@@ -125,7 +125,7 @@ def test_two_that_hold_the_same(root: Path, tmp_path: Path):
 
 def save_state(root: Path, tensors: dict[str, torch.Tensor]) -> None:
     staged = StateSaver().save(tensors, root, state_folder("default", 0), is_async=False)
-    run_job(commit_job(root, 0, [staged.pending.wait(240)]))
+    run_job(commit_job(root, 0, [staged.result(240)]))
 
 
 def test_tensors_that_are_cut_differently_are_read_and_compared(

@@ -37,13 +37,12 @@ from pentad.runtime.report import describe_exit, describe_hang
 from pentad.sync.publisher import Publisher, take_snapshot
 from pentad.telemetry.runfolder import open_run_folder
 from pentad.trainer.preflight import check_train
-from pentad.trainer.processes.resources import RunResources
 from pentad.trainer.processes.supervisor import RunJob, Supervisor
 from pentad.trainer.pumps.rollout_pump import RolloutPump
 from pentad.trainer.pumps.scheduler import Watchdog, held_loop
 from pentad.trainer.pumps.state import Budget, RunState
 from pentad.trainer.run_folders import describe_progress
-from pentad.trainer.sampling.selftest import FLOAT32, run_selftest
+from pentad.trainer.sampling.selftest import FLOAT32, Prober
 from pentad.trainer.stopping import StopFlag, stop_early
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -179,12 +178,13 @@ def crash_twice(caplog):
     config = config_here()
     config.run_path.mkdir(parents=True)
     error = ZeroDivisionError("division by zero")
-    with RunResources() as resources, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pentad.trainer.processes.supervisor.newest_step", lambda config: 3)
-        one = Supervisor(RunJob(None, None, None, config), resources)
-        one.note_lost(error)
-        with pytest.raises(ZeroDivisionError):
+        one = Supervisor(RunJob(None, None, None, config))
+        with one.resources:
             one.note_lost(error)
+            with pytest.raises(ZeroDivisionError):
+                one.note_lost(error)
     return caplog.messages[-1]
 
 
@@ -226,7 +226,6 @@ def empty_batch(rejection=None):
         RunState(ledger, MemoryStore(), Budget(4, max_staleness=0, num_batches=9)),
         SimpleNamespace(prompt=lambda gid: gid, row_of=lambda gid: f"data/train.jsonl:{gid + 1}"),
         SimpleNamespace(rollout=rollout),
-        SimpleNamespace(is_on_policy=True),
         SimpleNamespace(enter=enter),
         lambda group: rejection,
     )
@@ -257,9 +256,9 @@ async def selftest(shift, shift_alone):
         return [[moved] * len(row) for row in rows]
 
     learner = type("Shifted", (LearnerClient,), {"call_all": call, "query": call, "check": call})()
-    how = {"temperature": 1.0, "weights_digest": "", "tolerance": FLOAT32, "seed": 1}
+    given = {"samplers": [Fixed()], "prompts": [(1, 2)], "learner": learner}
     try:
-        await run_selftest(learner, [Fixed()], [(1, 2)], **how)
+        await Prober(**given, temperature=1.0, seed=1).selftest("", FLOAT32)
     finally:
         learner.close(5.0)
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from pentad.checkpoint.exports import export_model
 from pentad.checkpoint.folders import find_checkpoints, info_folder, state_folder
 from pentad.checkpoint.job import CommitJob, run_job
-from pentad.checkpoint.shards import StateSaver, save_learner
+from pentad.checkpoint.shards import StateSaver
 from pentad.cli.main import app
 from pentad.core.errors import UserError
 from pentad.engine.engine import build_engine
@@ -44,8 +44,14 @@ def train_and_save(root: Path, config=MOE, backend="archon", value_head=False, r
     if not value_head:
         train(engine, make_rows(), steps=2)
     for step in (1, 4):
-        staged = save_learner(StateSaver(), engine, root, state_folder(role, step), is_async=False)
-        run_job(CommitJob(root, info_folder(step), staged.pending.wait()["files"], ()))
+        staged = StateSaver().save(
+            engine.state_tensors(),
+            root,
+            state_folder(role, step),
+            is_async=False,
+            counters=engine.state_counters(),
+        )
+        run_job(CommitJob(root, info_folder(step), staged.result()["files"], ()))
     return engine
 
 

@@ -69,7 +69,7 @@ def fill(samplers, tokenizer, workflow, monkeypatch):
     )
     placement = Placement(is_shared=False, max_staleness=1)
     device_turns = DeviceTurns(placement, [])
-    pump = RolloutPump(state, stream, executor, placement, device_turns, lambda group: None)
+    pump = RolloutPump(state, stream, executor, device_turns, lambda group: None)
 
     async def run():
         filling = asyncio.create_task(pump.run())

@@ -106,7 +106,7 @@ def test_a_standby_is_listed_under_the_name_it_took():
         "print(json.dumps(pathlib.Path('/proc/self/cmdline').read_text().strip('\\0')))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, standby.NAME, "--standby", "1"],
+        [sys.executable, "-c", code, standby.NAME, "json", "3", "1"],
         capture_output=True,
         text=True,
         check=True,

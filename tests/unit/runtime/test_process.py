@@ -11,7 +11,7 @@ import time
 import pytest
 
 from pentad.core.errors import RunError
-from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.group_calls import RankGroup
 from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.process import Child
 from pentad_tools.chaos.spares import Fork
@@ -80,7 +80,7 @@ def test_a_group_whose_watch_fails_is_not_used_any_more():
     """And the exception is not left to the event loop, which prints it when the task is freed."""
 
     async def run() -> RankGroup:
-        group = RankGroup(LocalRuntime(), [], GroupSettings(stall_s=1.0))
+        group = RankGroup(LocalRuntime(), [], stall_s=1.0)
 
         async def watch() -> None:
             raise ChildProcessError(10, "No child processes")

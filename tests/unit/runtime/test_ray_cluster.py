@@ -276,7 +276,7 @@ from pathlib import Path
 import ray
 from pentad.runtime import ray_cluster
 from pentad.runtime.ray_roles import RayRuntime
-from pentad.runtime.group_calls import GroupSettings, RankGroup
+from pentad.runtime.group_calls import RankGroup
 from pentad.runtime.roles import RoleSpec
 from pentad.core.bundles import Bundle
 from pentad.core.errors import RunError

@@ -126,7 +126,7 @@ def test_what_was_published_is_let_go_of_before_the_next_comes():
         state = RunState(Ledger(1), MemoryStore(), Budget(1, max_staleness=0, num_batches=9))
         placement = Placement(is_shared=True, max_staleness=0)
         device_turns = DeviceTurns(placement, [])
-        pump = PublishPump(state, Publisher([Receiver()]), None, placement, device_turns)
+        pump = PublishPump(state, Publisher([Receiver()]), None, device_turns)
         running = asyncio.create_task(pump.run())
         sent = weights()
         alive = [weakref.ref(tensor) for _, tensor in sent]
@@ -164,7 +164,7 @@ def test_a_learner_that_died_is_the_cause_of_what_samplers_say(monkeypatch, dies
         publisher, device_turns = Publisher([Receiver(spoil)]), DeviceTurns(placement, [])
         learner = SimpleNamespace(check=check, is_remote=True)
         find = partial(LearnerClient.find_cause, learner)
-        pump = PublishPump(state, publisher, None, placement, device_turns, find_cause=find)
+        pump = PublishPump(state, publisher, None, device_turns, find_cause=find)
         await pump.submit(take_snapshot(1, weights(), copy=False), PhaseTimer())
         await pump.run()
 

@@ -6,7 +6,7 @@ import pytest
 
 from pentad.core.errors import RunError
 from pentad.core.types import Generation
-from pentad.trainer.sampling.selftest import check_adapter
+from pentad.trainer.sampling.selftest import Prober
 
 MOVED, BASE = -0.5, -1.0
 
@@ -45,9 +45,10 @@ class Sampler:
 def outcome(is_deaf: bool, noise: float = 0.0, expected: tuple[float, ...] = (1.0, 0.0)):
     learner = Learner()
     sampler = Sampler(learner, is_deaf, noise)
-    call = check_adapter(learner, [sampler], [(3, 4)], sampler.publish, temperature=1.0, seed=0)
+    given = {"samplers": [sampler], "prompts": [(3, 4)], "learner": learner}
+    prober = Prober(**given, temperature=1.0, seed=0)
     try:
-        return asyncio.run(call)
+        return asyncio.run(prober.check_adapter(sampler.publish))
     finally:
         assert tuple(learner.calls) == expected, "the factors are put back"
 

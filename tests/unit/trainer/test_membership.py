@@ -11,7 +11,7 @@ from pentad.config.rules.start import rank_problems
 from pentad.config.topology import Facts, topology
 from pentad.core.errors import RunError
 from pentad.runtime.report import Failure
-from pentad.runtime.restarts import Lost, RestartPolicy
+from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.slots import Slots
 from pentad.trainer.processes import membership
 from pentad.trainer.processes.membership import Membership
@@ -40,12 +40,15 @@ def policy():
 
 def lose(group, policy, rank, kind="died", message="was ended by signal 9"):
     """What follows, carried out."""
-    cause = Failure(rank, 5, kind, message, 0.0)
-    found, slot, can_shrink = group.loss_of(cause)
-    lost = Lost(kind=found, cause=message, slot=slot, step=5, can_shrink=can_shrink)
+    lost = group.lost(Failure(rank, 5, kind, message, 0.0), step=5, newest=-1)
     decision = policy.decide(lost)
     group.carry_out(decision, lost)
     return decision.action
+
+
+def loss_of(group, rank, kind, message):
+    lost = group.lost(Failure(rank, 5, kind, message, 0.0), step=5, newest=-1)
+    return lost.kind, lost.slot, lost.can_shrink
 
 
 def test_a_slot_that_fails_in_a_row_is_retired_and_its_device_too(members, policy):
@@ -81,7 +84,7 @@ def test_what_follows_from_another_loss_is_no_slots_own(members, policy):
     group = members()
     group.form(0)
     error = ("bug", "RuntimeError: [gloo] connection closed by peer")
-    assert group.loss_of(Failure(2, 5, *error, 0.0)) == ("died", None, False)
+    assert loss_of(group, 2, *error) == ("died", None, False)
     assert [lose(group, policy, rank, *error) for rank in (2, 2, 2)] == ["restart"] * 2 + ["stop"]
     assert not group.slots.away()
 
@@ -147,7 +150,7 @@ def test_without_elastic_nothing_is_looked_at(members):
     group = members("elastic.enabled=false")
     group.slots.drop(0, "gone")
     assert group.form(0).used == tuple(range(8))
-    assert group.loss_of(Failure(3, 5, "bug", "ValueError: x", 0.0)) == ("raised", 3, False)
+    assert loss_of(group, 3, "bug", "ValueError: x") == ("raised", 3, False)
 
 
 def test_samplers_on_gpus_that_a_shrink_would_move_are_refused(members):

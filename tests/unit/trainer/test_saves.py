@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -62,24 +63,25 @@ class Learner:
             info = f"recover_info/{Path(given['folder']).name}"
             self.state = Pending()
             try:
-                self.state.settle(run_job(WriteJob(self.root, info, (file,))))
+                self.state.set_result(run_job(WriteJob(self.root, info, (file,))))
             except OSError as error:
-                self.state.settle({}, error)
+                self.state.set_exception(error)
         if method == "save_state":
             return [] if given["is_async"] else [self.state.outcome()]
         if method == "export":
             self.exports.append(given["folder"])
             if not (self.is_held and given["is_async"]):
                 Path(given["folder"]).mkdir(parents=True, exist_ok=True)
-                self.exported.settle({})
+                self.exported = Pending()
+                self.exported.set_result({})
         return None
 
     def query(self, method: str, **given):
         written = self.exported if method == "exported" else self.state
-        while not written.is_done:
+        while not written.done():
             if self.is_broken:
                 raise Transient(LOST)
-            written.settled(0.01)
+            wait([written], 0.01)
         return written.outcome() if method == "exported" else [written.outcome()]
 
     def check(self) -> None:
@@ -136,8 +138,8 @@ def lose(learner: Learner) -> None:
 def fill(learner: Learner) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(learner.root / "state"))
     learner.is_held = False  # the next attempt finds room
-    learner.state.settle({}, full)
-    learner.exported.settle({}, full)
+    learner.state.set_exception(full)
+    learner.exported.set_exception(full)
 
 
 def stop(learner: Learner) -> None:
@@ -163,7 +165,7 @@ def write_soon(learner: Learner, step: int) -> threading.Timer:
         file = FileSpec(f"{folder}/__0_0.distcp", (Piece("w", (b"x",)),))
         info = f"recover_info/globalstep{step}"
         learner.is_held = False
-        learner.state.settle(run_job(WriteJob(learner.root, info, (file,))))
+        learner.state.set_result(run_job(WriteJob(learner.root, info, (file,))))
 
     timer = threading.Timer(0.5, write)
     timer.start()
@@ -277,7 +279,7 @@ def test_on_a_disk_with_room_for_two_the_third_is_saved(recover, learner, monkey
     def call(method, **given):
         if method == "save_state" and free(learner.root) < learner.num_bytes:
             learner.state = Pending()
-            learner.state.settle({}, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state"))
+            learner.state.set_exception(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state"))
             return []
         return plain(method, **given)
 

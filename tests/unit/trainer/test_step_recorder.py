@@ -1,6 +1,7 @@
 """What a step did, as its record says it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,11 @@ DIMS = dims_of(
 )
 
 RECOVER = RecoverHandler(
-    learner=None, roles=[], tiers=Tiers(Path()), frequency=Frequency(), steps_per_epoch=10
+    learner=SimpleNamespace(straggler=None),
+    roles=[],
+    tiers=Tiers(Path()),
+    frequency=Frequency(),
+    steps_per_epoch=10,
 )
 SAVER = Saver(learner=None, role="actor", root=Path(), frequency=Frequency(), steps_per_epoch=10)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,6 @@ from pentad.core.errors import Crashed, Interrupted, RunError, Transient, UserEr
 from pentad.runtime.restarts import RestartPolicy, is_restart
 from pentad.trainer.processes import ranks, supervisor
 from pentad.trainer.processes.ranks import run_in_fresh_processes
-from pentad.trainer.processes.resources import RunResources
 from pentad.trainer.processes.supervisor import RunJob, Supervisor, Unusable
 from pentad.trainer.run import RunSummary
 
@@ -59,10 +59,13 @@ def newest(monkeypatch):
 @pytest.fixture
 def make(config, newest):
     """A supervisor of a run in one process."""
-    with RunResources() as resources:
-        yield lambda run=no_run: Supervisor(
-            RunJob(run, Service, check, config, device="cpu"), resources
-        )
+    with ExitStack() as stack:
+
+        def make(run=no_run):
+            one = Supervisor(RunJob(run, Service, check, config, device="cpu"))
+            return stack.enter_context(one.resources) and one if run is no_run else one
+
+        yield make
 
 
 def follows(one, error):

@@ -12,7 +12,7 @@ from pentad.data.store import MemoryStore
 from pentad.runtime.rank import pulse
 from pentad.trainer.pumps.scheduler import GROUP_S, Watchdog
 from pentad.trainer.pumps.state import Budget, RunState
-from pentad.trainer.sampling.selftest import FLOAT32, run_selftest
+from pentad.trainer.sampling.selftest import FLOAT32, Prober
 
 
 @pytest.fixture
@@ -107,6 +107,7 @@ def test_a_sampler_that_gives_no_answer_in_the_self_test_ends_the_run():
         async def generate(self, request):
             await asyncio.Event().wait()
 
-    how = {"temperature": 1.0, "weights_digest": "", "tolerance": FLOAT32, "seed": 1}
+    given = {"samplers": [Silent()], "prompts": [(1, 2)], "learner": None}
+    prober = Prober(**given, temperature=1.0, seed=1)
     with pytest.raises(Transient, match=r"sampler 0 gave no answer for stall_abort_s = 0.1 s"):
-        asyncio.run(run_selftest(None, [Silent()], [(1, 2)], **how, stall_s=0.1))
+        asyncio.run(prober.selftest("", FLOAT32, stall_s=0.1))
