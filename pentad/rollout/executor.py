@@ -1,9 +1,8 @@
 """The executor: turns prompts into scored groups, with any number of sampler replicas.
 
 A group depends only on its prompt, its attempt and the weights: seeds derive from the group's
-identity, so a retry on another replica samples the same tokens. Infrastructure failures are retried
-on another replica (`Fleet`); after data failures, and if its workflow hangs, the group is sampled
-again a few times, then dropped by the caller with a reason. No failure becomes a reward.
+identity, so a retry on another replica samples the same tokens. A group that fails is sampled again
+a few times (`GroupRetries`), then dropped by the caller with a reason. No failure becomes a reward.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import logging
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from statistics import mean
 from typing import TypeVar, cast
 
@@ -27,6 +25,7 @@ from pentad.rewards.scorer import FAILED
 from pentad.rollout.checks import check_samples
 from pentad.rollout.drafts import Draft
 from pentad.rollout.replicas import Candidate, CheckedSampler, Fleet
+from pentad.rollout.retries import GroupRetries, ReplicaFailed
 from pentad.rollout.section import RolloutConfig, workflow_kind
 from pentad.rollout.workflows import (
     CLOSE_TIMEOUT_S,
@@ -62,14 +61,17 @@ class Executor:
         *,
         vocab_size: int,
         needs_reward: bool = True,
+        max_infra_retries: int = 3,
     ) -> None:
-        """`needs_reward`: a sample without a reward is an error."""
+        """`needs_reward`: a sample without a reward is an error. `max_infra_retries`: on other
+        replicas, for each set of seeds."""
         self.fleet = fleet
         self.workflow = workflow
         self.reward = reward
         self.keys = rollout
         self.vocab_size = vocab_size
         self.needs_reward = needs_reward
+        self.max_infra_retries = max_infra_retries
         self.context = replace(
             context,
             deadline_s=rollout.deadline_s,
@@ -82,24 +84,20 @@ class Executor:
         """Workflow errors, by type and code location, whose traceback has been logged."""
 
     async def rollout(self, prompt: Prompt, attempt: int, draft: Draft | None = None) -> Group:
-        """Samples one group from its prompt, or from the tokens of an earlier step (`draft`);
-        retries after a data failure. Raises DataFailure (drop the group) or InfraFailure (stop the
-        run)."""
+        """Samples one group from its prompt, or from the tokens of an earlier step (`draft`).
+        Raises DataFailure (drop the group) or InfraFailure (stop the run)."""
         draft = draft or Draft()
-        for retry in range(self.keys.max_retries + 1):
-            key = f"{attempt}.{retry}" if retry else attempt  # different seeds for each retry
+        retries = GroupRetries(self.keys.max_retries, self.max_infra_retries)
+        while True:
+            context = replace(self.context, attempt=retries.key(attempt), retries=retries)
             try:
-                context = replace(self.context, attempt=key)
-                if retry:
-                    draft.answers = ()
-                work = partial(self._on, prompt, context, draft)
-                samples = await self.fleet.run(prompt, context.num_samples, work)
+                async with self.fleet.pick(prompt, context.num_samples) as replica:
+                    samples = await self._on(prompt, context, draft, replica)
                 return await self._scored(Group(prompt, samples, attempt))
-            except DataFailure as failure:
-                if failure.is_final or retry == self.keys.max_retries:
-                    raise
-                log.warning("prompt %d is sampled again: %s", prompt.gid, failure)
-        raise AssertionError("the loop returns or raises")
+            except (DataFailure, ReplicaFailed) as failure:
+                retries.after(failure, prompt)
+                if isinstance(failure, DataFailure):
+                    draft.answers = ()
 
     def close(self) -> None:
         """Stops the health checks of suspect replicas, and the processes of environments. The

@@ -36,6 +36,7 @@ from pentad.rollout.environments import (
     tools_of,
 )
 from pentad.rollout.history import History
+from pentad.rollout.retries import GroupRetries
 from pentad.rollout.transcript import Talk, Transcript
 
 T = TypeVar("T")
@@ -66,6 +67,8 @@ class Context:
     run_seed: int
     attempt: int | str = 0
     """Part of the seeds: changes after a data failure, not after the failure of a replica."""
+    retries: GroupRetries = field(default_factory=GroupRetries)
+    """Counts failures of the group's episodes."""
     max_total_tokens: int | None = None
     """Maximum tokens of a sample, prompt included; None if the sampler sets no limit."""
     max_sampled_tokens: int | None = None
@@ -304,8 +307,8 @@ class Attempts:
         return self._settled([[] if i in self.failed else tasks[i].result() for i in indices])
 
     async def _attempt(self, episode: EpisodeRunner, index: int) -> list[Sample]:
-        """Runs an episode, at most twice; returns an empty list if both attempts failed."""
-        for _ in range(2):
+        """Runs an episode, again if it fails; returns an empty list if that fails, too."""
+        while True:
             said = self.said[index] = Said(self.sampler)
             try:
                 found = await contained(episode(index, said))
@@ -320,10 +323,11 @@ class Attempts:
                     part = f"{FAILED}/{cause.reason}"
                 if is_ours or not self._keep(index, part, cause):
                     raise
+                if not self.context.retries.repeats((self, index)):
+                    return []
             else:
                 self.failed.pop(index, None)
                 return samples
-        return []
 
     def _give_up(self, index: int) -> None:
         """Ends the group at the deadline. Time outside of the sampler counts against the
