@@ -50,7 +50,6 @@ class PublishedVersion:
     and digest, so that a whole model need not be kept."""
     kept: Tensor | None = None
     """A buffer that receivers read in place."""
-    num_readers: int = 0
     is_elsewhere: bool = False
     """Whether another process published them."""
     written: WrittenVersion | None = None
@@ -94,7 +93,7 @@ class WeightsDir:
         self.kind = kind
         self.deltas = deltas
         self.read: list[PublishedVersion] = []
-        """Versions with readers."""
+        """The version of each reader."""
         self.folder = folder
         """Parent of the folders of weights; its owner removes it."""
         self.release: Callable[[int], None] = lambda version: None
@@ -149,17 +148,15 @@ class WeightsDir:
     @contextmanager
     def reading(self, published: PublishedVersion) -> Iterator[PublishedWeights]:
         """While active, the version stays valid even if a newer one is published."""
-        published.num_readers += 1
         self.read.append(published)
         try:
             yield published.weights
         finally:
-            published.num_readers -= 1
             self.read.remove(published)
             self._end(published)
 
     def _end(self, published: PublishedVersion) -> None:
-        if published is self.newest or published.num_readers:
+        if published is self.newest or published in self.read:
             return
         published.kept, published.source = None, ()
         if published.weights.kind != "ipc":
