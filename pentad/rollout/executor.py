@@ -14,11 +14,12 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import mean
-from typing import TypeVar, cast
+from typing import cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
 from pentad.core.roles import Scorer
 from pentad.core.specs import load, why_not_loaded
+from pentad.core.tasks import end
 from pentad.core.types import Group, Prompt, Sample
 from pentad.data.section import VERIFIERS
 from pentad.rewards.scorer import FAILED
@@ -40,7 +41,6 @@ from pentad.rollout.workflows import (
 )
 from pentad.telemetry.timeline import timeline
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 GRACE_S = 40.0
@@ -119,7 +119,8 @@ class Executor:
             await asyncio.wait([working], timeout=self.keys.deadline_s + closing_s)
             is_late = not working.done()
         finally:
-            await ended(working)
+            if not await end(working, timeout_s=GRACE_S):
+                log.warning("a workflow does not end; it is abandoned")
         if not working.done():
             raise DataFailure("deadline", f"{late}, and its workflow does not end when cancelled")
         try:
@@ -210,17 +211,6 @@ class Executors:
     def close(self) -> None:
         for executor in self.executors.values():
             executor.close()
-
-
-async def ended(work: asyncio.Future[T]) -> None:
-    """Cancels work that is not done, and waits until it has ended, at most GRACE_S."""
-    if not work.done():
-        work.cancel()
-        await asyncio.wait([work], timeout=GRACE_S)
-    if work.done():
-        work.cancelled() or work.exception()  # retrieved, so that asyncio does not log it
-    else:
-        log.warning("a workflow does not end; it is abandoned")
 
 
 def load_workflow(spec: str, agent: str | None = None) -> Workflow:
