@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentad.core.errors import RunError
 from pentad.ops.digest import WeightDigest, digest_of
-from pentad.sync.deltas import WrittenVersion, plan_version
+from pentad.sync.deltas import WrittenVersion, make_version
 from pentad.sync.published import (
     Kind,
     PublishedWeights,
@@ -29,7 +28,6 @@ from pentad.sync.published import (
     copy_pairs,
     infos_of,
     make_buffer,
-    no_room,
     open_weights,
     share_on_gpu,
     wait_written,
@@ -186,14 +184,7 @@ class WeightsDir:
         path = self.folder / f"{version}-{next(_numbers)}"
         if self.kind != "file":
             return PublishedVersion(write_pairs(version, pairs, known.hex(), path), source)
-        plan = plan_version(version, path, infos, known, base if self.deltas else None)
-        try:
-            room = plan.make()
-        except OSError as error:
-            if plan.base is None:
-                raise RunError(no_room(path, plan.layout.num_bytes, error)) from error
-            plan = plan_version(version, path, infos, known, None)  # a file system without links
-            room = plan.make()
+        plan, room = make_version(version, path, infos, known, base if self.deltas else None)
         if room is not None:
             changed = [(name, tensor) for name, tensor in pairs if name in plan.changed]
             copy_pairs(plan.layout.views(room), changed)
