@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError
 from pentad.core.roles import Scored
@@ -227,20 +227,18 @@ class RewardScorer:
         return answer
 
     def _settle(self, prompt: Prompt, result: Scored | JobFailed, mates: Sequence[float]) -> Scored:
-        """Returns the reward of a failed sample. `mates`: the known rewards of its group. A sample
-        that caused its failure gets no reward above 0 or above theirs. If the cause is unclear it
-        gets their mean, so that it is neither rewarded nor punished; without any the group is
-        dropped."""
+        """Returns the reward of a failed sample. `mates`: the known rewards of its group; without
+        any the group is dropped if the cause is unclear."""
         if isinstance(result, Scored):
             return result
         if result.kind == "lost":
             raise InfraFailure(f"the reward pool lost a worker: {result.detail}")
-        value = min([0.0, *mates]) if result.cause == "sample" else 0.0
+        value = reward_of_failed(mates, "sample") if result.cause == "sample" else 0.0
         is_open = result.cause == "ours" or (result.cause == "unclear" and not mates)
         if self.reward.on_failure == "drop" and is_open:
             raise DataFailure(f"reward_{result.kind}", result.detail)
         if self.reward.on_failure == "drop" and result.cause == "unclear":
-            value = mean(mates)
+            value = reward_of_failed(mates, "unclear")
         self._show_once(prompt, result, value)
         parts = {FAILED: 1.0, f"{FAILED}/{result.kind}": 1.0}
         is_wrong = self.has_correct and result.cause == "sample"
@@ -252,6 +250,13 @@ class RewardScorer:
             self.shown.add(failed.kind)
             rule = "the reward fails on an answer, which is scored"
             log.warning("prompt %d: %s %g (%s)", prompt.gid, rule, value, failed)
+
+
+def reward_of_failed(mates: Sequence[float], cause: Literal["sample", "unclear"]) -> float:
+    """Returns the reward of a failed sample, given those of its group. If the sample is the cause,
+    it gets no reward above 0 or above theirs. If the cause is unclear, it gets their mean, so that
+    it is neither rewarded nor punished."""
+    return min([0.0, *mates]) if cause == "sample" else mean(mates)
 
 
 def _bounded(verdict: Scored | JobFailed) -> Scored | JobFailed:

@@ -95,7 +95,7 @@ def following_ids(
 
 Tool = Callable[..., Awaitable[str]]
 """An async function of keyword arguments that returns text for the policy."""
-Run = Callable[[str, dict[str, Any]], Awaitable[str]]
+RunTool = Callable[[str, dict[str, Any]], Awaitable[str]]
 """Calls a tool by name with its arguments."""
 Tools = Mapping[str, Tool] | Sequence[Tool | Mapping[str, Any]]
 """Tools by name, as named functions, or as JSON schemas."""
@@ -120,7 +120,7 @@ def tools_of(workflow: object) -> tuple[Mapping[str, Any], ...]:
     return tuple(found)
 
 
-async def results_of(text: str, names: Collection[str], run: Run) -> list[str] | None:
+async def results_of(text: str, names: Collection[str], run: RunTool) -> list[str] | None:
     """Returns the results of the tool calls in an answer, by `run`; None if it has no call. An
     invalid call gives a text for the policy."""
     found = []

@@ -13,7 +13,6 @@ import logging
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
-from statistics import mean
 from typing import cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
@@ -22,7 +21,7 @@ from pentad.core.specs import load, why_not_loaded
 from pentad.core.tasks import end
 from pentad.core.types import Group, Prompt, Sample
 from pentad.data.section import VERIFIERS
-from pentad.rewards.scorer import FAILED
+from pentad.rewards.scorer import FAILED, reward_of_failed
 from pentad.rollout.checks import check_samples
 from pentad.rollout.drafts import Draft
 from pentad.rollout.replicas import Candidate, CheckedSampler, Fleet
@@ -165,10 +164,9 @@ class Executor:
         )
 
     async def _scored(self, group: Group) -> Group:
-        """Scores the samples. A sample whose episode raised gets the mean of the others: the
-        workflow may have caused the error, so it is neither rewarded nor punished. A sample that
-        ended its episode, or did not end while others did, gets no reward above 0 or above
-        theirs."""
+        """Scores the samples. If an episode raised, the cause is unclear, because it may be the
+        workflow. If it was ended by its sample, or did not end while others did, it is the
+        sample."""
         failed = {id(one) for one in group.samples if FAILED in one.reward_parts}
         if not failed:
             return await self._rewarded(group)
@@ -180,7 +178,7 @@ class Executor:
                 group.samples[number] = next(others)
             elif known:
                 is_unclear = WORKFLOW_FAILED in sample.reward_parts
-                sample.reward = mean(known) if is_unclear else min(0.0, *known)
+                sample.reward = reward_of_failed(known, "unclear" if is_unclear else "sample")
         return group
 
     async def _rewarded(self, group: Group) -> Group:
