@@ -177,7 +177,7 @@ class LoadingDialect(Dialect):
     Partial installs are always verified; of full ones the first and every n-th.
     """
 
-    kind: ClassVar[str]
+    product: ClassVar[str]
     """Name of the server; in lower case that of its package."""
     calls: ClassVar[str]
     """Path of calls to workers."""
@@ -256,7 +256,11 @@ class LoadingDialect(Dialect):
             await asyncio.to_thread(prove, self.where, held, seen, dtype, checksum)
         self.num_loads += 1
 
-    async def open_adapter(self, lora: LoraConfig, remedy: str) -> dict[str, Any]:
+    def adapter_remedy(self, lora: LoraConfig) -> str:
+        """Returns how to start a server that takes the adapter."""
+        raise NotImplementedError
+
+    async def open_adapter(self, lora: LoraConfig) -> dict[str, Any]:
         """Prepares the server for factors, and returns what it reports; UserError if it does not
         support some of them."""
         spec = json.dumps({"name": ADAPTER, "rank": lora.rank, "alpha": lora.alpha})
@@ -264,7 +268,7 @@ class LoadingDialect(Dialect):
             (answer, *_) = await self.call_workers("pentad_adapter", spec)
         except InfraFailure as failure:
             rule = f"takes no adapter ({failure})"
-            raise UserError(Problem(self.where, rule, remedy)) from None
+            raise UserError(Problem(self.where, rule, self.adapter_remedy(lora))) from None
         if "protocol" in answer:
             self.check_protocol(self.where, answer)
         dims, folder = self.settings.dims, self.settings.model_folder

@@ -132,7 +132,7 @@ class Sglang(LoadingDialect):
 
     loses_requests_asleep = True
 
-    kind = "SGLang"
+    product = "SGLang"
     calls = "/weights_checker"
 
     def __init__(self, wire: Wire, settings: ServerSettings, about: ServerInfo) -> None:
@@ -164,21 +164,24 @@ class Sglang(LoadingDialect):
         check_server(where, about, settings)
         dialect = cls(wire, settings, about)
         if settings.lora is not None:
-            await dialect._open_adapter(settings.lora)
+            await dialect.open_adapter(settings.lora)
         if "seeds" not in dialect.capabilities:
             text = "%s: without --enable-deterministic-inference samples do not follow seeds"
             log.info(text, where)
         return dialect
 
-    async def _open_adapter(self, lora: LoraConfig) -> None:
+    def adapter_remedy(self, lora: LoraConfig) -> str:
+        needs = f"{' '.join(lora_flags(self.settings))} --load-format auto"
+        return f"install Pentad in its environment and start it with {needs}"
+
+    async def open_adapter(self, lora: LoraConfig) -> dict[str, Any]:
         if not self.is_comparable:
             rule = "its factors are shards, which cannot be compared with the published ones"
             raise UserError(Problem(self.where, rule, "use one GPU for each SGLang, or vllm"))
-        needs = f"{' '.join(lora_flags(self.settings))} --load-format auto"
-        remedy = f"install Pentad in its environment and start it with {needs}"
-        answer = await self.open_adapter(lora, remedy)
+        answer = await super().open_adapter(lora)
         self.has_adapter = answer["is_registered"]
         self.dtype = answer["dtype"] or self.dtype  # the server may report its setting, "auto"
+        return answer
 
     @classmethod
     def command(cls, settings: ServerSettings, port: int, version: tuple[int, ...]) -> list[str]:

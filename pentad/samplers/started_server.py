@@ -186,10 +186,10 @@ async def attach_server(
     """Returns a client of the server at `address`, whose weights are unknown. `process`: its
     process, if started here."""
     where = f"rollout.server.addresses = {address}"
-    wire = Wire(address, kind.kind, settings.key)
+    wire = Wire(address, kind.product, settings.key)
     async with closed_on_failure(wire):
         try:
-            started_at = f"{kind.kind} at {address}"
+            started_at = f"{kind.product} at {address}"
             dialect = await kind.open(wire, where if process is None else started_at, settings)
         except InfraFailure as failure:
             raise RunError(str(failure)) from failure
@@ -207,7 +207,7 @@ async def start_server(
         if is_converted(settings):
             folder = await asyncio.to_thread(stack.enter_context, served_folder(settings))
             settings = settings.model_copy(update={"model_folder": str(folder)})
-        module = kind.kind.lower()
+        module = kind.product.lower()
         python = server_python(settings.server.python, module)
         version = await asyncio.to_thread(check_installed, python, module, settings.server.python)
         port, key = free_port(), secrets.token_hex(32)  # hex: an argument must not begin with -
@@ -218,7 +218,7 @@ async def start_server(
     address = f"http://127.0.0.1:{port}"
     keyed = settings.model_copy(update={"key": key, "is_started": True})
     made = await process.opened(
-        Wire(address, kind.kind, key),
+        Wire(address, kind.product, key),
         lambda: attach_server(kind, address, keyed, process),
         settings.server.start_timeout_s,
     )

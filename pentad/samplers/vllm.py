@@ -108,7 +108,7 @@ def entry_of(tensor: Tensor) -> str:
 class Vllm(LoadingDialect):
     """The dialect of vLLM."""
 
-    kind = "vLLM"
+    product = "vLLM"
     calls = "/collective_rpc"
 
     def __init__(self, wire: Wire, settings: ServerSettings, about: ServerAbout) -> None:
@@ -135,10 +135,12 @@ class Vllm(LoadingDialect):
         dialect = cls(wire, settings, about)
         (worker, *_) = await dialect.call_workers("pentad_about")
         dialect.check_protocol(where, worker)
-        if (lora := settings.lora) is not None:
-            needs = f"{' '.join(lora_flags(lora))}, --load-format auto and {RUNTIME}=1"
-            await dialect.open_adapter(lora, f"start it with {needs}")
+        if settings.lora is not None:
+            await dialect.open_adapter(settings.lora)
         return dialect
+
+    def adapter_remedy(self, lora: LoraConfig) -> str:
+        return f"start it with {' '.join(lora_flags(lora))}, --load-format auto and {RUNTIME}=1"
 
     @classmethod
     def command(cls, settings: ServerSettings, port: int, version: tuple[int, ...]) -> list[str]:
