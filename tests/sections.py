@@ -58,7 +58,7 @@ def make_executor(
     rollout = RolloutConfig().model_copy(update=keys)
     patience = {
         name.removeprefix("replica_"): given.pop(name)
-        for name in ("replica_patience_s", "replica_backoff_s", "max_infra_retries")
+        for name in ("replica_patience_s", "replica_backoff_s")
         if name in given
     }
     fleet = Fleet(samplers, **patience)

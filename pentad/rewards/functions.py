@@ -131,17 +131,14 @@ def check_columns(fn: str, takes: Takes, columns: Iterable[str]) -> None:
 class RewardFunction:
     """A built-in reward, or a user's function. `pool` runs functions that may not end."""
 
-    def __init__(self, fn: str, answer_field: str, max_retries: int, seed: int = 0) -> None:
+    def __init__(self, fn: str, answer_field: str, seed: int = 0) -> None:
         self.fn = fn
         self.seed = seed
         self.spec = absolute(POOLED[fn][0] if fn in POOLED else fn)
         self.answer_field = answer_field
-        self.max_retries = max_retries
         self.takes = COMPARES
-        self.judge_model: Judge | None = None
-        """The model of the function `judge`."""
-        self.reward_model: RewardModel | None = None
-        """The model of the function `reward_model`."""
+        self.model: Judge | RewardModel | None = None
+        """The model of the functions `judge` and `reward_model`."""
         self.pool: Sandbox | None = None
         self.jobs: SharedJobs | None = None
         """The pool's queue of jobs."""
@@ -157,14 +154,10 @@ class RewardFunction:
     def is_pooled(self) -> bool:
         return self.fn not in INLINE and self.fn not in ("code", *MODELS)
 
-    def give_judge(self, judge: Judge) -> None:
-        self.judge_model = judge
-        names = judge.names | {"completion"}
+    def give_model(self, model: Judge | RewardModel) -> None:
+        self.model = model
+        names = model.names | {"completion"}
         self.takes = Takes(names, names)
-
-    def give_model(self, model: RewardModel) -> None:
-        self.reward_model = model
-        self.takes = Takes(frozenset({"completion"}), frozenset({"completion"}))
 
     @property
     def name(self) -> str:
@@ -178,47 +171,40 @@ class RewardFunction:
         return f"{Path(place).stem if place.endswith('.py') else place}.{self.name}"
 
     async def judge(
-        self, prompt: Prompt, samples: Sequence[Sample], *, max_retries: int | None = None
+        self, prompt: Prompt, samples: Sequence[Sample], *, repeats: bool = True
     ) -> list[Verdict]:
-        """Returns a result per sample, in order; retries failed ones.
+        """Returns a result per sample, in order. `repeats`: a failed call in the pool is repeated
+        once; a model repeats its calls itself, and other functions would fail again.
 
         If a sample fails again alone, while the function works for another completion of the row,
         the sample is the cause. For an exception of a user's function the cause stays `unclear`: it
         may be an error of the function.
         """
-        retries = self.max_retries if max_retries is None else max_retries
         self._check_row(prompt)
         verdicts = await self._judge_once(prompt, samples)
         failed = [i for i, verdict in enumerate(verdicts) if isinstance(verdict, JobFailed)]
-        if not failed or not retries:
+        if not failed or not repeats or self.pool is None:
             return verdicts
         if self.takes.is_batched and len(samples) > 1:
-            return await self._judge_batch_again(prompt, samples, retries)
+            return await self._judge_batch_again(prompt, samples)
         good = [s for s, v in zip(samples, verdicts, strict=True) if not isinstance(v, JobFailed)]
         controls = self._controls(prompt, samples[0]) if self.fn in POOLED else good[:1]
         works = self.is_pooled and controls and await self._works(prompt, controls)
-        tried = [self._judge_again(prompt, samples[i], retries) for i in failed]
-        for i, verdict in zip(failed, await asyncio.gather(*tried), strict=True):
+        again = [self._judge_once(prompt, [samples[i]], is_alone=True) for i in failed]
+        for i, [verdict] in zip(failed, await asyncio.gather(*again), strict=True):
             verdicts[i] = self._blamed(verdict) if works else verdict
         return verdicts
 
     async def _judge_once(
         self, prompt: Prompt, samples: Sequence[Sample], *, is_alone: bool = False
     ) -> list[Verdict]:
-        if self.reward_model is not None:
-            return [*await self.reward_model.score(prompt, samples)]
+        if self.model is not None:
+            return [*await self.model.score(prompt, samples, self._columns(prompt))]
         if self.takes.is_batched:
             return await self._judge_batch(prompt, samples, is_alone=is_alone)
         if self.is_pooled:
             return await self._judge_pooled(prompt, samples, is_alone=is_alone)
         return await asyncio.gather(*(self._compare(prompt, sample) for sample in samples))
-
-    async def _judge_again(self, prompt: Prompt, sample: Sample, tries: int) -> Verdict:
-        for _ in range(tries):
-            [verdict] = await self._judge_once(prompt, [sample], is_alone=True)
-            if not isinstance(verdict, JobFailed):
-                break
-        return verdict
 
     async def _works(self, prompt: Prompt, controls: Sequence[Sample]) -> bool:
         """Whether the function now returns a result for each of these."""
@@ -238,15 +224,12 @@ class RewardFunction:
         is_raised = verdict.kind == "error" and self.fn not in POOLED
         return replace(verdict, cause="unclear" if is_raised else "sample")
 
-    async def _judge_batch_again(
-        self, prompt: Prompt, samples: Sequence[Sample], retries: int
-    ) -> list[Verdict]:
+    async def _judge_batch_again(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Verdict]:
         """Scores all samples again. If that fails, finds those that fail alone, and scores the
         others together."""
-        for _ in range(retries):
-            verdicts = await self._judge_batch(prompt, samples, is_alone=True)
-            if not all(isinstance(verdict, JobFailed) for verdict in verdicts):
-                return list(map(self._blamed, verdicts))
+        verdicts = await self._judge_batch(prompt, samples, is_alone=True)
+        if not all(isinstance(verdict, JobFailed) for verdict in verdicts):
+            return list(map(self._blamed, verdicts))
         alone = [await self._judge_batch(prompt, [sample], is_alone=True) for sample in samples]
         good = [i for i, [verdict] in enumerate(alone) if not isinstance(verdict, JobFailed)]
         rest = await self._judge_batch(prompt, [samples[i] for i in good], is_alone=True)
@@ -317,8 +300,6 @@ class RewardFunction:
     # --- in the caller, or as the program of a sample ------------------------------------------
 
     async def _compare(self, prompt: Prompt, sample: Sample) -> Verdict:
-        if self.judge_model is not None:
-            return await self.judge_model.score(prompt, sample, self._columns(prompt))
         answer, completion = prompt.fields[self.answer_field], sample.text
         try:
             if self.fn in INLINE:

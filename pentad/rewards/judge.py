@@ -18,7 +18,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -92,6 +92,11 @@ class Judge:
             raise UserError(Problem(where, rule, "remove that line")) from error
 
     async def score(
+        self, prompt: Prompt, samples: Sequence[Sample], columns: Mapping[str, Any]
+    ) -> list[Scored | JobFailed]:
+        return await asyncio.gather(*(self._score(prompt, sample, columns) for sample in samples))
+
+    async def _score(
         self, prompt: Prompt, sample: Sample, columns: Mapping[str, Any]
     ) -> Scored | JobFailed:
         values = {**columns, "prompt": prompt.text, "completion": sample.text}

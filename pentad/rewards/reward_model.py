@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from pentad.core.device import auto_dtype, pick_device
 from pentad.core.errors import Problem, UserError
@@ -31,6 +32,9 @@ from pentad.rewards.section import RewardModelConfig
 
 class RewardModel:
     """Scores answers in a separate thread; belongs to one event loop."""
+
+    names: frozenset[str] = frozenset()
+    """Columns that it reads."""
 
     def __init__(self, keys: RewardModelConfig) -> None:
         self.keys = keys
@@ -60,7 +64,9 @@ class RewardModel:
             path, EngineSettings(model=model), device=device, value_head=True, weights=path
         )
 
-    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Scored | JobFailed]:
+    async def score(
+        self, prompt: Prompt, samples: Sequence[Sample], columns: Mapping[str, Any]
+    ) -> list[Scored | JobFailed]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, self._score, prompt, samples)
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import mean
+from typing import TYPE_CHECKING, Literal
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError
 from pentad.core.roles import Scored
@@ -36,8 +37,11 @@ from pentad.rewards.functions import (
 )
 from pentad.rewards.judge import Judge
 from pentad.rewards.sandbox import Cause, JobFailed, Sandbox
-from pentad.rewards.section import JUDGE, MODELS, REWARD_MODEL, RewardConfig
+from pentad.rewards.section import JUDGE, MODELS, RewardConfig
 from pentad.rewards.sharing import SharedJobs
+
+if TYPE_CHECKING:
+    from pentad.rewards.reward_model import RewardModel
 
 log = logging.getLogger(__name__)
 CAUSES: tuple[Cause, ...] = ("ours", "sample", "unclear")
@@ -61,13 +65,10 @@ class RewardScorer:
         *,
         answer_field: str = "answer",
         seed: int = 0,
-        max_retries: int = 1,
     ) -> None:
         self.reward = reward
         self.answer_field = answer_field
-        self.functions = [
-            RewardFunction(fn, answer_field, max_retries, seed) for fn in reward.functions
-        ]
+        self.functions = [RewardFunction(fn, answer_field, seed) for fn in reward.functions]
         self.weights = reward.weights or (1.0,) * len(self.functions)
         self.names = part_names(self.functions)
         for function in self.functions:
@@ -88,14 +89,8 @@ class RewardScorer:
                 remedy = "for your own, give package.module:function or path/to/file.py:function"
                 raise UserError(Problem(f"reward.fn = {fn}", rule, remedy))
         for function in self.functions:
-            if function.fn == JUDGE:
-                judge = Judge(self.reward.judge)
-                judge.start()
-                function.give_judge(judge)
-            if function.fn == REWARD_MODEL:
-                from pentad.rewards.reward_model import RewardModel  # imports the engine
-
-                model = RewardModel(self.reward.model)
+            if function.fn in MODELS:
+                model = self._model(function.fn)
                 model.start()
                 function.give_model(model)
         pooled = [function for function in self.functions if function.is_pooled]
@@ -107,6 +102,13 @@ class RewardScorer:
             results = [POOLED[f.fn][1] for f in pooled if f.fn in POOLED]
             specs = [function.spec for function in pooled]
             await self._open_pool(pooled, Sandbox(self.reward, [*specs, *results, EACH]))
+
+    def _model(self, fn: str) -> Judge | RewardModel:
+        if fn == JUDGE:
+            return Judge(self.reward.judge)
+        from pentad.rewards.reward_model import RewardModel  # imports the engine
+
+        return RewardModel(self.reward.model)
 
     async def _open_pool(self, functions: Sequence[RewardFunction], pool: Sandbox) -> None:
         jobs = SharedJobs(pool)
@@ -132,9 +134,8 @@ class RewardScorer:
 
     async def close(self) -> None:
         for function in self.functions:
-            for model in (function.judge_model, function.reward_model):
-                if model is not None:
-                    model.close()
+            if function.model is not None:
+                function.model.close()
         pools, self.pools = self.pools, []
         for pool in pools:
             await pool.close()
@@ -154,11 +155,11 @@ class RewardScorer:
         return group
 
     async def judge(
-        self, prompt: Prompt, samples: Sequence[Sample], *, max_retries: int | None = None
+        self, prompt: Prompt, samples: Sequence[Sample], *, repeats: bool = True
     ) -> list[Scored | JobFailed]:
-        """Returns a result per sample, or the failure after `max_retries`."""
+        """Returns a result per sample. `repeats`: failed calls are repeated once."""
         columns = await together(
-            [f.judge(prompt, samples, max_retries=max_retries) for f in self.functions]
+            [f.judge(prompt, samples, repeats=repeats) for f in self.functions]
         )
         combined = [_bounded(self._combine(verdicts)) for verdicts in zip(*columns, strict=True)]
         works = any(isinstance(verdict, Scored) for verdict in combined)
@@ -226,20 +227,18 @@ class RewardScorer:
         return answer
 
     def _settle(self, prompt: Prompt, result: Scored | JobFailed, mates: Sequence[float]) -> Scored:
-        """Returns the reward of a failed sample. `mates`: the known rewards of its group. A sample
-        that caused its failure gets no reward above 0 or above theirs. If the cause is unclear it
-        gets their mean, so that it is neither rewarded nor punished; without any the group is
-        dropped."""
+        """Returns the reward of a failed sample. `mates`: the known rewards of its group; without
+        any the group is dropped if the cause is unclear."""
         if isinstance(result, Scored):
             return result
         if result.kind == "lost":
             raise InfraFailure(f"the reward pool lost a worker: {result.detail}")
-        value = min([0.0, *mates]) if result.cause == "sample" else 0.0
+        value = reward_of_failed(mates, "sample") if result.cause == "sample" else 0.0
         is_open = result.cause == "ours" or (result.cause == "unclear" and not mates)
         if self.reward.on_failure == "drop" and is_open:
             raise DataFailure(f"reward_{result.kind}", result.detail)
         if self.reward.on_failure == "drop" and result.cause == "unclear":
-            value = mean(mates)
+            value = reward_of_failed(mates, "unclear")
         self._show_once(prompt, result, value)
         parts = {FAILED: 1.0, f"{FAILED}/{result.kind}": 1.0}
         is_wrong = self.has_correct and result.cause == "sample"
@@ -251,6 +250,13 @@ class RewardScorer:
             self.shown.add(failed.kind)
             rule = "the reward fails on an answer, which is scored"
             log.warning("prompt %d: %s %g (%s)", prompt.gid, rule, value, failed)
+
+
+def reward_of_failed(mates: Sequence[float], cause: Literal["sample", "unclear"]) -> float:
+    """Returns the reward of a failed sample, given those of its group. If the sample is the cause,
+    it gets no reward above 0 or above theirs. If the cause is unclear, it gets their mean, so that
+    it is neither rewarded nor punished."""
+    return min([0.0, *mates]) if cause == "sample" else mean(mates)
 
 
 def _bounded(verdict: Scored | JobFailed) -> Scored | JobFailed:

@@ -17,6 +17,7 @@ from typing import Any
 
 from pentad.core.errors import DataFailure, Problem, UserError
 from pentad.core.specs import load, why_not_loaded
+from pentad.core.tasks import end
 from pentad.core.types import Prompt, Sample
 from pentad.rollout.proxy import MODEL, Episode, Proxy
 from pentad.rollout.workflows import (
@@ -77,11 +78,8 @@ class AgentWorkflow(Episodes, OwnPrompts):
             reward = work.result()
         finally:
             await episode.close()
-            work.cancel()
-            if isinstance(work, asyncio.Task):
-                _, stubborn = await asyncio.wait([work], timeout=CLOSE_TIMEOUT_S)
-                if stubborn:
-                    log.warning("prompt %d: the agent does not end; it is abandoned", prompt.gid)
+            if not await end(work, timeout_s=CLOSE_TIMEOUT_S):
+                log.warning("prompt %d: the agent does not end; it is abandoned", prompt.gid)
         samples = episode.samples()
         if not samples:
             raise DataFailure("no_turns", f"prompt {prompt.gid}: the agent sent no request")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from pentad.core.types import Generation, Group, Prompt, Request, Sample
+from pentad.core.types import Generation, Group, Prompt, Request
+from pentad.rollout.transcript import answered
 from pentad.samplers.dialect import flaw_of
 
 
@@ -88,20 +87,7 @@ def sound(request: Request, answer: Generation, vocab_size: int) -> Generation:
 
 def as_group(prompt: Prompt, attempt: int, answers: Sequence[Generation]) -> Group:
     """Returns the answers as samples, the stored form."""
-    samples = []
-    for answer in answers:
-        ids, logprobs, versions = answer.columns()
-        num = len(prompt.ids)
-        samples.append(
-            Sample(
-                ids=np.concatenate([np.array(prompt.ids, np.int64), ids]),
-                mask=np.arange(num + len(ids)) >= num,
-                rollout_logprobs=np.concatenate([np.zeros(num, np.float32), logprobs]),
-                versions=np.concatenate([np.full(num, -1), versions]),
-                finish=answer.finish,
-                routes=answer.routes,
-            )
-        )
+    samples = answered(prompt.ids, answers, [""] * len(answers))
     return Group(prompt, samples, attempt)
 
 

@@ -95,6 +95,8 @@ def following_ids(
 
 Tool = Callable[..., Awaitable[str]]
 """An async function of keyword arguments that returns text for the policy."""
+RunTool = Callable[[str, dict[str, Any]], Awaitable[str]]
+"""Calls a tool by name with its arguments."""
 Tools = Mapping[str, Tool] | Sequence[Tool | Mapping[str, Any]]
 """Tools by name, as named functions, or as JSON schemas."""
 
@@ -118,17 +120,21 @@ def tools_of(workflow: object) -> tuple[Mapping[str, Any], ...]:
     return tuple(found)
 
 
-def read_tool_call(call: str, names: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Reads name and arguments of a call; ValueError, with a text for the policy, if it is not a
-    valid call of these tools."""
-    try:
-        wanted = json.loads(call)
-        name, arguments = wanted["name"], wanted["arguments"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        name, arguments = None, None
-    if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
-        raise ValueError(f"error: give a name of {sorted(names)} and arguments, as JSON")
-    return name, arguments
+async def results_of(text: str, names: Collection[str], run: RunTool) -> list[str] | None:
+    """Returns the results of the tool calls in an answer, by `run`; None if it has no call. An
+    invalid call gives a text for the policy."""
+    found = []
+    for call in TOOL_CALL.findall(text):
+        try:
+            wanted = json.loads(call)
+            name, arguments = wanted["name"], wanted["arguments"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            name, arguments = None, None
+        if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
+            found.append(f"error: give a name of {sorted(names)} and arguments, as JSON")
+        else:
+            found.append(await run(name, arguments))
+    return found or None
 
 
 def as_text(value: object) -> str:
@@ -154,19 +160,15 @@ class ToolEnvironment:
         """Tools have no state per conversation."""
 
     async def step(self, text: str) -> Step:
-        calls = TOOL_CALL.findall(text)
-        if not calls:
+        results = await results_of(text, self.tools, self._run)
+        if results is None:
             return Step(None, is_done=True)
-        return Step("\n".join([await self._run(call) for call in calls]), is_done=False)
+        return Step("\n".join(results), is_done=False)
 
     async def close(self) -> None:
         """Nothing to close."""
 
-    async def _run(self, call: str) -> str:
-        try:
-            name, arguments = read_tool_call(call, self.tools)
-        except ValueError as error:
-            return str(error)
+    async def _run(self, name: str, arguments: dict[str, Any]) -> str:
         try:
             return as_text(await self.tools[name](**arguments))
         except (InfraFailure, DataFailure):

@@ -1,9 +1,8 @@
 """The executor: turns prompts into scored groups, with any number of sampler replicas.
 
 A group depends only on its prompt, its attempt and the weights: seeds derive from the group's
-identity, so a retry on another replica samples the same tokens. Infrastructure failures are retried
-on another replica (`Fleet`); after data failures, and if its workflow hangs, the group is sampled
-again a few times, then dropped by the caller with a reason. No failure becomes a reward.
+identity, so a retry on another replica samples the same tokens. A group that fails is sampled again
+a few times (`GroupRetries`), then dropped by the caller with a reason. No failure becomes a reward.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import logging
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from statistics import mean
-from typing import TypeVar, cast
+from typing import cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
 from pentad.core.roles import Scorer
 from pentad.core.specs import load, why_not_loaded
+from pentad.core.tasks import end
 from pentad.core.types import Group, Prompt, Sample
 from pentad.data.section import VERIFIERS
-from pentad.rewards.scorer import FAILED
+from pentad.rewards.scorer import FAILED, reward_of_failed
 from pentad.rollout.checks import check_samples
 from pentad.rollout.drafts import Draft
 from pentad.rollout.replicas import Candidate, CheckedSampler, Fleet
+from pentad.rollout.retries import GroupRetries, ReplicaFailed
 from pentad.rollout.section import RolloutConfig, workflow_kind
 from pentad.rollout.workflows import (
     CLOSE_TIMEOUT_S,
@@ -41,7 +40,6 @@ from pentad.rollout.workflows import (
 )
 from pentad.telemetry.timeline import timeline
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 GRACE_S = 40.0
@@ -62,14 +60,17 @@ class Executor:
         *,
         vocab_size: int,
         needs_reward: bool = True,
+        max_infra_retries: int = 3,
     ) -> None:
-        """`needs_reward`: a sample without a reward is an error."""
+        """`needs_reward`: a sample without a reward is an error. `max_infra_retries`: on other
+        replicas, for each set of seeds."""
         self.fleet = fleet
         self.workflow = workflow
         self.reward = reward
         self.keys = rollout
         self.vocab_size = vocab_size
         self.needs_reward = needs_reward
+        self.max_infra_retries = max_infra_retries
         self.context = replace(
             context,
             deadline_s=rollout.deadline_s,
@@ -82,24 +83,20 @@ class Executor:
         """Workflow errors, by type and code location, whose traceback has been logged."""
 
     async def rollout(self, prompt: Prompt, attempt: int, draft: Draft | None = None) -> Group:
-        """Samples one group from its prompt, or from the tokens of an earlier step (`draft`);
-        retries after a data failure. Raises DataFailure (drop the group) or InfraFailure (stop the
-        run)."""
+        """Samples one group from its prompt, or from the tokens of an earlier step (`draft`).
+        Raises DataFailure (drop the group) or InfraFailure (stop the run)."""
         draft = draft or Draft()
-        for retry in range(self.keys.max_retries + 1):
-            key = f"{attempt}.{retry}" if retry else attempt  # different seeds for each retry
+        retries = GroupRetries(self.keys.max_retries, self.max_infra_retries)
+        while True:
+            context = replace(self.context, attempt=retries.key(attempt), retries=retries)
             try:
-                context = replace(self.context, attempt=key)
-                if retry:
-                    draft.answers = ()
-                work = partial(self._on, prompt, context, draft)
-                samples = await self.fleet.run(prompt, context.num_samples, work)
+                async with self.fleet.pick(prompt, context.num_samples) as replica:
+                    samples = await self._on(prompt, context, draft, replica)
                 return await self._scored(Group(prompt, samples, attempt))
-            except DataFailure as failure:
-                if failure.is_final or retry == self.keys.max_retries:
-                    raise
-                log.warning("prompt %d is sampled again: %s", prompt.gid, failure)
-        raise AssertionError("the loop returns or raises")
+            except (DataFailure, ReplicaFailed) as failure:
+                retries.after(failure, prompt)
+                if isinstance(failure, DataFailure):
+                    draft.answers = ()
 
     def close(self) -> None:
         """Stops the health checks of suspect replicas, and the processes of environments. The
@@ -121,7 +118,8 @@ class Executor:
             await asyncio.wait([working], timeout=self.keys.deadline_s + closing_s)
             is_late = not working.done()
         finally:
-            await ended(working)
+            if not await end(working, timeout_s=GRACE_S):
+                log.warning("a workflow does not end; it is abandoned")
         if not working.done():
             raise DataFailure("deadline", f"{late}, and its workflow does not end when cancelled")
         try:
@@ -166,10 +164,9 @@ class Executor:
         )
 
     async def _scored(self, group: Group) -> Group:
-        """Scores the samples. A sample whose episode raised gets the mean of the others: the
-        workflow may have caused the error, so it is neither rewarded nor punished. A sample that
-        ended its episode, or did not end while others did, gets no reward above 0 or above
-        theirs."""
+        """Scores the samples. If an episode raised, the cause is unclear, because it may be the
+        workflow. If it was ended by its sample, or did not end while others did, it is the
+        sample."""
         failed = {id(one) for one in group.samples if FAILED in one.reward_parts}
         if not failed:
             return await self._rewarded(group)
@@ -181,7 +178,7 @@ class Executor:
                 group.samples[number] = next(others)
             elif known:
                 is_unclear = WORKFLOW_FAILED in sample.reward_parts
-                sample.reward = mean(known) if is_unclear else min(0.0, *known)
+                sample.reward = reward_of_failed(known, "unclear" if is_unclear else "sample")
         return group
 
     async def _rewarded(self, group: Group) -> Group:
@@ -212,17 +209,6 @@ class Executors:
     def close(self) -> None:
         for executor in self.executors.values():
             executor.close()
-
-
-async def ended(work: asyncio.Future[T]) -> None:
-    """Cancels work that is not done, and waits until it has ended, at most GRACE_S."""
-    if not work.done():
-        work.cancel()
-        await asyncio.wait([work], timeout=GRACE_S)
-    if work.done():
-        work.cancelled() or work.exception()  # retrieved, so that asyncio does not log it
-    else:
-        log.warning("a workflow does not end; it is abandoned")
 
 
 def load_workflow(spec: str, agent: str | None = None) -> Workflow:

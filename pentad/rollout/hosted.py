@@ -22,11 +22,10 @@ from urllib.parse import parse_qsl
 from pentad.core.errors import DataFailure, InfraFailure, Problem, UserError, one_line
 from pentad.core.specs import absolute
 from pentad.core.types import Prompt
-from pentad.data.render import TOOL_CALL
 from pentad.data.tokenizer import rendered
 from pentad.rollout import environment_host
 from pentad.rollout.environment_host import TEXT
-from pentad.rollout.environments import Environment, Step, read_tool_call
+from pentad.rollout.environments import Environment, Step, results_of
 from pentad.rollout.transcript import Talk
 from pentad.rollout.workflows import Context, EpisodeOver, MultiTurn, OwnPrompts
 from pentad.runtime.frames import BadFrame, receive, send
@@ -157,16 +156,10 @@ class HostedEnvironment:
         if self.facts["kind"] == TEXT:
             said = await self._ask("step", text=text)
             return Step(said["observation"], said["is_done"], {PART: said["reward"]})
-        calls = TOOL_CALL.findall(text)
-        if not calls:
-            return Step(None, is_done=True)
-        return Step(tuple([await self._call(call) for call in calls]), is_done=False)
+        results = await results_of(text, self.names, self._call)
+        return Step(None, is_done=True) if results is None else Step(tuple(results), is_done=False)
 
-    async def _call(self, call: str) -> str:
-        try:
-            name, arguments = read_tool_call(call, self.names)
-        except ValueError as error:
-            return str(error)
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         answer = await self._said("tool", name=name, arguments=arguments)
         return answer["value"] if "error" not in answer else f"error: {answer['error']}"
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +21,11 @@ from typing import Any
 
 from pentad.core.errors import InfraFailure, Problem
 from pentad.core.seeds import derive_seed
-from pentad.core.types import FinishReason, Generation, Request, Sample
+from pentad.core.tasks import end
+from pentad.core.types import Generation, Request, Sample
 from pentad.data.tokenizer import Tokenizer, find_prefix
 from pentad.rollout.environments import following_ids
-from pentad.rollout.transcript import Transcript
+from pentad.rollout.transcript import Talk, Transcript
 from pentad.rollout.workflows import Context, Generator
 from pentad.serve.answers import Answer
 from pentad.serve.app import (
@@ -32,16 +33,18 @@ from pentad.serve.app import (
     Guard,
     HttpRequest,
     HttpResponse,
+    answering,
     app_of,
     check_key,
     disconnected,
     event_answer,
+    events_of,
     json_answer,
     last_events,
     read_body,
     read_object,
 )
-from pentad.serve.dialects import ChatDialect, MessagesDialect, ResponsesDialect, as_event
+from pentad.serve.dialects import ChatDialect
 from pentad.serve.jobs import (
     Conversation,
     Job,
@@ -52,7 +55,7 @@ from pentad.serve.jobs import (
     with_calls,
 )
 from pentad.serve.server import bind, serve
-from pentad.serve.service import BYTES_A_TOKEN, TextWork, as_json, end, while_connected
+from pentad.serve.service import BYTES_A_TOKEN, TextWork, as_json, while_connected
 from pentad.serve.wire import (
     ApiError,
     ChatBody,
@@ -99,10 +102,8 @@ class Episode:
             stop_ids=stop_ids,
             prefix_ids=find_prefix(context.tokenizer),
         )
-        self.transcripts: list[Transcript] = []
-        self.finishes: list[FinishReason] = []
-        self.turns: list[list[tuple[str, str]]] = []
-        """For each transcript: role and text of all messages from its first answer on."""
+        self.talks: list[Talk] = []
+        """The sequences, each with role and text of all messages from its first answer on."""
         self.texts: list[str] = []
         self.known: dict[bytes, tuple[list[int], int | None]] = {}
         """Digests of conversations that end in an answer -> their ids, and the stop id at the
@@ -158,8 +159,8 @@ class Episode:
         for name, (wanted, used) in pairs.items():
             if name in given and wanted != used:
                 log.info("an agent asks for %s = %s; the run's %s is used", name, wanted, used)
-        at = self._continued(ids)
-        num_sampled = 0 if at is None else self.transcripts[at].num_sampled
+        talk = Talk.continued_by(ids, self.talks)
+        num_sampled = 0 if talk is None else talk.num_sampled
         room = context.room(len(ids), num_sampled)
         if room == 0:
             where = f"prompt of {len(ids)} tokens, {num_sampled} of them sampled"
@@ -178,7 +179,8 @@ class Episode:
         seeds = tuple(derive_seed(self.seed, "turn", number, j) for j in range(body.n))
         request = Request(id="", prompt_ids=tuple(ids), params=params, seeds=seeds)
         reads_calls = parsed.conversation is not None and parsed.conversation.reads_calls
-        return Job.of(body, f"{self.name}-{number}", (request,), reads_calls=reads_calls)
+        name = f"{self.name}-{number}"
+        return Job(body=body, id=name, requests=(request,), reads_calls=reads_calls)
 
     async def generate(self, job: Job) -> list[Generation]:
         task = asyncio.ensure_future(self.sampler.generate(job.requests[0]))
@@ -195,7 +197,7 @@ class Episode:
     async def close(self) -> None:
         """Rejects further requests; aborts requests in progress, also on the sampler."""
         self.is_open = False
-        await asyncio.gather(*(end(task) for task in list(self.under_way)))
+        await end(*self.under_way)
         if self.failure.done():
             self.failure.exception()
         self.failure.cancel()
@@ -225,22 +227,14 @@ class Episode:
     def _keep(self, parsed: ParsedRequest, generation: Generation, text: str) -> None:
         """Adds the tokens as the next turn of the longest sequence that the request continues, or
         as a new sequence."""
-        ids = parsed.ids
-        at = self._continued(ids)
-        if at is not None:
-            transcript = self.transcripts[at]
-            given = ids[len(transcript.ids) :]
-            transcript.add_given(given)
-            self.turns[at] += self._said(parsed.conversation, given)
+        talk = Talk.continued_by(parsed.ids, self.talks)
+        if talk is None:
+            self.talks.append(talk := Talk(Transcript(parsed.ids)))
         else:
-            at = len(self.transcripts)
-            transcript = Transcript(ids)
-            self.transcripts.append(transcript)
-            self.finishes.append(generation.finish)
-            self.turns.append([])
-        transcript.add_sampled(generation)
-        self.finishes[at] = generation.finish
-        self.turns[at].append(("assistant", text))
+            given = parsed.ids[len(talk.transcript.ids) :]
+            talk.transcript.add_given(given)
+            talk.turns += self._said(parsed.conversation, given)
+        talk.add_answer(generation, text)
 
     def _said(
         self, conversation: Conversation | None, given: list[int]
@@ -255,24 +249,16 @@ class Episode:
             content = message.get("content", "")
             yield message["role"], content if isinstance(content, str) else json.dumps(content)
 
-    def _continued(self, ids: list[int]) -> int | None:
-        """Returns the index of the longest sequence that `ids` continues."""
-        fitting = [i for i, t in enumerate(self.transcripts) if t.ids == ids[: len(t.ids)]]
-        return max(fitting, key=lambda i: len(self.transcripts[i].ids), default=None)
-
     def samples(self) -> list[Sample]:
         """Returns one sample per sequence. All have the text of the whole episode, which is
         scored."""
-        text = "\n".join(self.texts)
-        samples = []
-        kept = zip(self.transcripts, self.finishes, self.turns, strict=True)
-        for transcript, finish, turns in kept:
-            sample = transcript.finished(finish, text)
-            if len(turns) > 1:  # a single answer is already the text
-                sample.turns = tuple(turns)
-            prompt = transcript.ids[: transcript.mask.index(True)]
+        samples = [talk.sample() for talk in self.talks]
+        for sample in samples:
+            sample.text = "\n".join(self.texts)
+            if len(sample.turns) == 1:  # a single answer is already the text
+                sample.turns = ()
+            prompt = sample.ids[: int(sample.mask.argmax())].tolist()
             sample.given_text = self.tokenizer.decode(prompt, keep_special=True)
-            samples.append(sample)
         return samples
 
 
@@ -315,11 +301,7 @@ class Proxy:
         root = "/episodes/{episode}/v1"
         return app_of(
             {
-                f"POST {root}/chat/completions": self.chat,
-                f"POST {root}/completions": self.completions,
-                f"POST {root}/responses": self.responses,
-                f"POST {root}/messages": self.messages,
-                f"POST {root}/v1/messages": self.messages,  # Anthropic's client adds /v1
+                **answering(root, self._answer),
                 f"GET {root}/models": self.models,
             }
         )
@@ -329,31 +311,13 @@ class Proxy:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pentad"}
         return json_answer({"object": "list", "data": [model]})
 
-    async def chat(self, request: HttpRequest) -> HttpResponse:
-        episode = self._episode(request)
-        return await self._answer(request, episode, episode.read_chat)
-
-    async def completions(self, request: HttpRequest) -> HttpResponse:
-        episode = self._episode(request)
-        return await self._answer(request, episode, episode.read_completion)
-
-    async def responses(self, request: HttpRequest) -> HttpResponse:
-        episode = self._episode(request)
-        return await self._answer(request, episode, episode.read_chat, ResponsesDialect())
-
-    async def messages(self, request: HttpRequest) -> HttpResponse:
-        episode = self._episode(request)
-        return await self._answer(request, episode, episode.read_chat, MessagesDialect())
-
     async def _answer(
-        self,
-        request: HttpRequest,
-        episode: Episode,
-        read: Callable[[Mapping[str, Any]], ParsedRequest],
-        dialect: ChatDialect | None = None,
+        self, request: HttpRequest, is_chat: bool, dialect: ChatDialect | None
     ) -> HttpResponse:
         """Answers a request; records the answer if it is complete and the program is still
         connected. Text is parsed and written in threads, to keep the trainer's event loop free."""
+        episode = self._episode(request)
+        read = episode.read_chat if is_chat else episode.read_completion
         sent = await read_body(request, self.limits)
         parsed = await self.text_work.run(
             len(sent), lambda: read(read_object(sent, self.limits, dialect))
@@ -366,14 +330,14 @@ class Proxy:
             whole = Answer(job, MODEL, episode.tokenizer)
             body = whole.whole(generations)
             texts = [stream.sent for stream in whole.texts]
-            if job.is_streamed:
+            if job.body.stream:
                 return texts, body, events(job, generations, episode.tokenizer, dialect)
             return texts, body, as_json(dialect.whole(body) if dialect else body)
 
         num_tokens = sum(len(generation.ids) for generation in generations)
         texts, body, answer = await self.text_work.run(BYTES_A_TOKEN * num_tokens, write)
         episode.record(parsed, job, generations, texts, body)
-        return event_answer(answer) if job.is_streamed else json_answer(answer)
+        return event_answer(answer) if job.body.stream else json_answer(answer)
 
     def _episode(self, request: HttpRequest) -> Episode:
         found = self.episodes.get(request.path_params["episode"])
@@ -420,11 +384,7 @@ def events(
         for token, logprob in zip(generation.ids, generation.logprobs, strict=True):
             chunks.append(answer.progress(index, token, logprob, []))
         chunks.append(answer.closing(index, generation))
-    if job.wants_usage:
+    if job.body.stream_options.include_usage:
         chunks.append(answer.final_usage(sum(len(g.ids) for g in generations)))
-    made = [chunk for chunk in chunks if chunk is not None]
-    if dialect is None:
-        lines = [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in made]
-    else:
-        lines = [as_event(event) for chunk in made for event in dialect.events(chunk)]
-    return b"".join([*lines, last_events(dialect)])
+    made = [events_of(chunk, dialect) for chunk in chunks if chunk is not None]
+    return b"".join([*made, last_events(dialect)])

@@ -1,4 +1,4 @@
-"""The samplers of a run: assigns groups to them, after a failure to another; checks their answers.
+"""The samplers of a run: assigns groups to them and checks their answers.
 
 A replica that failed a request gets no further one until its health check passes. With one replica
 and no failure, the result does not depend on time.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from pentad.core.errors import GivenUp, InfraFailure, UserError, is_cancelled
 from pentad.core.roles import Sampler
@@ -19,10 +19,10 @@ from pentad.core.seeds import derive_seed
 from pentad.core.types import Generation, Prompt, Request
 from pentad.rollout.checks import Drawn, check_generations
 from pentad.rollout.drafts import Draft
+from pentad.rollout.retries import ReplicaFailed
 from pentad.runtime.awake import awake_s
 from pentad.telemetry.timeline import timeline
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 10.0
@@ -75,14 +75,13 @@ class Candidate:
 
 
 class Fleet:
-    """Runs each group on a replica, and after an infrastructure failure on another if possible."""
+    """Picks a replica for each group, after a failure another one if possible."""
 
     def __init__(
         self,
         samplers: Mapping[str, Sampler],
         patience_s: float = 60.0,
         backoff_s: float = 0.5,
-        max_infra_retries: int = 3,
     ) -> None:
         """`patience_s`: how long a group waits for a healthy replica. `backoff_s`: pause before the
         health check of a failed replica, doubled each time."""
@@ -92,31 +91,11 @@ class Fleet:
             for name, sampler in samplers.items()
         }
         self.patience_s = patience_s
-        self.max_infra_retries = max_infra_retries
 
-    async def run(
-        self, prompt: Prompt, num_samples: int, work: Callable[[Candidate], Awaitable[T]]
-    ) -> T:
-        """Returns the result of the work on one replica."""
-        causes: list[str] = []
-        while len(causes) <= self.max_infra_retries:
-            replica = await self._pick(prompt, num_samples)
-            try:
-                done = await work(replica)
-            except InfraFailure as failure:
-                replica.fail(str(failure))
-                causes.append(f"{replica.name}: {failure}")
-                log.warning("prompt %d failed on %s", prompt.gid, causes[-1])
-                continue
-            finally:
-                replica.load -= num_samples
-            replica.num_failures = 0
-            return done
-        raise InfraFailure(f"prompt {prompt.gid} failed {len(causes)} times ({'; '.join(causes)})")
-
-    async def _pick(self, prompt: Prompt, num_samples: int) -> Candidate:
-        """Returns the prompt's preferred replica, which may have its prefix cached, or a less
-        loaded one, and adds to its load."""
+    @asynccontextmanager
+    async def pick(self, prompt: Prompt, num_samples: int) -> AsyncIterator[Candidate]:
+        """Yields a replica for a group: the prompt's preferred one, which may have its prefix
+        cached, or a less loaded one. An InfraFailure of the work becomes ReplicaFailed."""
         trusted = await self._trusted()
         least = min(trusted, key=lambda r: r.load)
         home = least
@@ -124,7 +103,14 @@ class Fleet:
             home = max(trusted, key=lambda r: derive_seed(r.name, *prompt.ids))
         picked = home if home.load <= least.load + num_samples else least
         picked.load += num_samples
-        return picked
+        try:
+            yield picked
+            picked.num_failures = 0
+        except InfraFailure as failure:
+            picked.fail(str(failure))
+            raise ReplicaFailed(f"{picked.name}: {failure}") from failure
+        finally:
+            picked.load -= num_samples
 
     async def _trusted(self) -> list[Candidate]:
         """Returns the healthy replicas; waits until there is one."""

@@ -101,6 +101,13 @@ class Talk:
         [sample] = self.samples()
         return sample
 
+    @staticmethod
+    def continued_by(ids: Sequence[int], talks: Sequence[Talk]) -> Talk | None:
+        """Returns the talk with the longest sequence that `ids` continue."""
+        ids = list(ids)
+        fitting = [t for t in talks if t.transcript.ids == ids[: len(t.transcript.ids)]]
+        return max(fitting, key=lambda t: len(t.transcript.ids), default=None)
+
     def samples(self) -> list[Sample]:
         """Returns one sample per sequence. All have the text of the whole conversation, which is
         scored."""
@@ -113,3 +120,27 @@ class Talk:
                 sample.reward, sample.reward_parts = sum(self.parts.values()), dict(self.parts)
             samples.append(sample)
         return samples
+
+
+def answered(
+    prompt_ids: Sequence[int], generations: Sequence[Generation], texts: Sequence[str]
+) -> list[Sample]:
+    """Returns the samples of a single turn, equal to those of `Transcript`, but faster."""
+    given = Transcript(prompt_ids).finished("stop", "")
+    drawn = [generation.columns() for generation in generations]
+    sizes = [size for ids, _, _ in drawn for size in (len(prompt_ids), len(ids))]
+    mask = np.repeat(np.tile((False, True), len(drawn)), sizes)
+    ids, logprobs, versions = (
+        np.concatenate([part for column in columns for part in (before, column)])
+        for before, columns in (
+            (given.ids, [ids for ids, _, _ in drawn]),
+            (given.rollout_logprobs, [logprobs for _, logprobs, _ in drawn]),
+            (given.versions, [versions for _, _, versions in drawn]),
+        )
+    )
+    samples, end = [], 0
+    for generation, text in zip(generations, texts, strict=True):
+        own = slice(end, end := end + len(prompt_ids) + len(generation.ids))
+        columns = ids[own], mask[own], logprobs[own], versions[own]
+        samples.append(Sample(*columns, generation.finish, text, routes=generation.routes))
+    return samples

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from pentad.core.errors import (
     DataFailure,
     InfraFailure,
@@ -25,6 +23,7 @@ from pentad.core.errors import (
     is_cancelled,
 )
 from pentad.core.seeds import derive_seed
+from pentad.core.tasks import end
 from pentad.core.types import Generation, Prompt, Request, Sample, SamplingParams
 from pentad.data.tokenizer import decode_all
 from pentad.rewards.scorer import FAILED
@@ -36,7 +35,8 @@ from pentad.rollout.environments import (
     tools_of,
 )
 from pentad.rollout.history import History
-from pentad.rollout.transcript import Talk, Transcript
+from pentad.rollout.retries import GroupRetries
+from pentad.rollout.transcript import Talk, Transcript, answered
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ class Context:
     run_seed: int
     attempt: int | str = 0
     """Part of the seeds: changes after a data failure, not after the failure of a replica."""
+    retries: GroupRetries = field(default_factory=GroupRetries)
+    """Counts failures of the group's episodes."""
     max_total_tokens: int | None = None
     """Maximum tokens of a sample, prompt included; None if the sampler sets no limit."""
     max_sampled_tokens: int | None = None
@@ -146,30 +148,6 @@ def check_fits(prompt: Prompt, context: Context) -> None:
         raise DataFailure("too_long", f"{detail}, {limit}", is_final=True)
 
 
-def answered(
-    prompt_ids: Sequence[int], generations: Sequence[Generation], texts: Sequence[str]
-) -> list[Sample]:
-    """Returns the samples of a single turn, equal to those of `Transcript`, but faster."""
-    given = Transcript(prompt_ids).finished("stop", "")
-    drawn = [generation.columns() for generation in generations]
-    sizes = [size for ids, _, _ in drawn for size in (len(prompt_ids), len(ids))]
-    mask = np.repeat(np.tile((False, True), len(drawn)), sizes)
-    ids, logprobs, versions = (
-        np.concatenate([part for column in columns for part in (before, column)])
-        for before, columns in (
-            (given.ids, [ids for ids, _, _ in drawn]),
-            (given.rollout_logprobs, [logprobs for _, logprobs, _ in drawn]),
-            (given.versions, [versions for _, _, versions in drawn]),
-        )
-    )
-    samples, end = [], 0
-    for generation, text in zip(generations, texts, strict=True):
-        own = slice(end, end := end + len(prompt_ids) + len(generation.ids))
-        columns = ids[own], mask[own], logprobs[own], versions[own]
-        samples.append(Sample(*columns, generation.finish, text, routes=generation.routes))
-    return samples
-
-
 class SingleTurn:
     """Samples n answers to one prompt by one request, so that the prompt is prefilled once."""
 
@@ -216,9 +194,7 @@ class Said:
         talks: list[Talk] = []
         for request, generation in self.answers:
             ids = list(request.prompt_ids)
-            fitting = [t for t in talks if t.transcript.ids == ids[: len(t.transcript.ids)]]
-            talk = max(fitting, key=lambda t: len(t.transcript.ids), default=None)
-            if talk is None:
+            if (talk := Talk.continued_by(ids, talks)) is None:
                 talks.append(talk := Talk(Transcript(ids)))
             elif given := ids[len(talk.transcript.ids) :]:
                 talk.transcript.add_given(given)
@@ -300,12 +276,14 @@ class Attempts:
                 if not task.done():
                     self._give_up(index)
         finally:
-            await self._end(tasks)
+            # One that does not end is abandoned to keep the deadline.
+            if not await end(*tasks, timeout_s=CLOSE_TIMEOUT_S + 1):
+                log.warning("prompt %d: an episode does not end; it is abandoned", self.prompt.gid)
         return self._settled([[] if i in self.failed else tasks[i].result() for i in indices])
 
     async def _attempt(self, episode: EpisodeRunner, index: int) -> list[Sample]:
-        """Runs an episode, at most twice; returns an empty list if both attempts failed."""
-        for _ in range(2):
+        """Runs an episode, again if it fails; returns an empty list if that fails, too."""
+        while True:
             said = self.said[index] = Said(self.sampler)
             try:
                 found = await contained(episode(index, said))
@@ -320,10 +298,11 @@ class Attempts:
                     part = f"{FAILED}/{cause.reason}"
                 if is_ours or not self._keep(index, part, cause):
                     raise
+                if not self.context.retries.repeats((self, index)):
+                    return []
             else:
                 self.failed.pop(index, None)
                 return samples
-        return []
 
     def _give_up(self, index: int) -> None:
         """Ends the group at the deadline. Time outside of the sampler counts against the
@@ -354,18 +333,6 @@ class Attempts:
                 sample.reward_parts = {FAILED: 1.0, failed.part: 1.0}
             found[index] = failed.samples
         return [sample for samples in found for sample in samples]
-
-    async def _end(self, tasks: Sequence[asyncio.Task[list[Sample]]]) -> None:
-        """Cancels the running episodes. One that does not end is abandoned to keep the deadline."""
-        pending = [task for task in tasks if not task.done()]
-        for task in pending:
-            task.cancel()
-        if pending:
-            ended, stubborn = await asyncio.wait(pending, timeout=CLOSE_TIMEOUT_S + 1)
-            for task in ended:
-                task.cancelled() or task.exception()  # retrieved, so that asyncio does not log it
-            if stubborn:
-                log.warning("prompt %d: an episode does not end; it is abandoned", self.prompt.gid)
 
 
 def check_finite(samples: Sequence[Sample]) -> None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from pydantic import BaseModel, NonNegativeInt
@@ -22,14 +23,16 @@ from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.quantization import FP8_KEY
 from pentad.core.roles import Installed, TensorPairs
 from pentad.core.types import FinishReason, Generation, SamplingParams
+from pentad.engine.section import LoraConfig
 from pentad.infer.sequence import filled
 from pentad.ops.digest import digest_of
 from pentad.samplers.http import Wire
 from pentad.samplers.process import ROUTES_FLAG, ServerSettings
 from pentad.samplers.served import converted, is_converted, is_fp8
-from pentad.samplers.weight_proof import prove
+from pentad.samplers.weight_proof import ADAPTER, check_targets, prove, prove_factors
 from pentad.sync.deltas import ChangedOnly
-from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Transport
+from pentad.sync.group import PROTOCOL
+from pentad.sync.transport import Broadcast, CudaIpc, DiskTransport, Pickles, Transport
 
 LOGPROB_ROUNDING = 1e-3
 """A log-prob of at most this above 0 is rounding in low precision; more is an error."""
@@ -174,19 +177,48 @@ class LoadingDialect(Dialect):
     Partial installs are always verified; of full ones the first and every n-th.
     """
 
+    product: ClassVar[str]
+    """Name of the server; in lower case that of its package."""
+    calls: ClassVar[str]
+    """Path of calls to workers."""
+
     def __init__(
-        self, wire: Wire, settings: ServerSettings, dtype: str, *, is_comparable: bool
+        self,
+        wire: Wire,
+        transport: Transport,
+        settings: ServerSettings,
+        dtype: str,
+        *,
+        is_comparable: bool,
     ) -> None:
         """`dtype`: that of the server's weights; `is_comparable`: whether they can be compared with
         the published ones."""
         super().__init__(wire)
+        self.transport = transport
         self.settings = settings
+        self.has_adapter = False
+        """Whether its front end has registered the adapter of its workers."""
         self.dtype = dtype
         self.is_comparable = is_comparable
         self.num_loads = 0
         by_disk = settings.server.weight_transport == "disk" and settings.rollout.weight_deltas
         can_change = by_disk and is_comparable and settings.lora is None
         self.changed = ChangedOnly(can_change, self.version_label)
+
+    @classmethod
+    async def open(cls, wire: Wire, where: str, settings: ServerSettings) -> Self:
+        """Returns the dialect of a running server. UserError if it lacks a feature."""
+        raise NotImplementedError
+
+    @classmethod
+    def command(cls, settings: ServerSettings, port: int, version: tuple[int, ...]) -> list[str]:
+        """Returns the arguments of the interpreter that start a server of this version."""
+        raise NotImplementedError
+
+    @classmethod
+    def environment(cls, settings: ServerSettings) -> dict[str, str]:
+        """Returns the variables of a server that the run starts, besides the run's own."""
+        raise NotImplementedError
 
     async def load(self, version: int, weights: TensorPairs) -> Installed:
         if not is_converted(self.settings):
@@ -224,6 +256,45 @@ class LoadingDialect(Dialect):
             await asyncio.to_thread(prove, self.where, held, seen, dtype, checksum)
         self.num_loads += 1
 
+    def adapter_remedy(self, lora: LoraConfig) -> str:
+        """Returns how to start a server that takes the adapter."""
+        raise NotImplementedError
+
+    async def open_adapter(self, lora: LoraConfig) -> dict[str, Any]:
+        """Prepares the server for factors, and returns what it reports; UserError if it does not
+        support some of them."""
+        spec = json.dumps({"name": ADAPTER, "rank": lora.rank, "alpha": lora.alpha})
+        try:
+            (answer, *_) = await self.call_workers("pentad_adapter", spec)
+        except InfraFailure as failure:
+            rule = f"takes no adapter ({failure})"
+            raise UserError(Problem(self.where, rule, self.adapter_remedy(lora))) from None
+        if "protocol" in answer:
+            self.check_protocol(self.where, answer)
+        dims, folder = self.settings.dims, self.settings.model_folder
+        check_targets(self.where, answer["modules"], dims, lora, folder)
+        return answer
+
+    def check_protocol(self, where: str, answer: dict[str, Any]) -> None:
+        if answer["protocol"] != PROTOCOL:
+            rule = f"its workers run another version of Pentad (protocol {answer['protocol']})"
+            raise UserError(Problem(where, rule, "restart it"))
+
+    async def prove_factors(self, weights: TensorPairs, lora: LoraConfig, scaled: str = "") -> None:
+        """Compares the factors in the server's layers with the published ones (`weight_proof`)."""
+        (answer, *_) = await self.call_workers("pentad_held_factors")
+        held = self.wire.read(self.calls, HeldTensors, answer).held
+        args = (self.where, held, weights, lora, DTYPES[self.dtype])
+        await asyncio.to_thread(prove_factors, *args, scaled=scaled)
+
+    async def call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
+        """Calls a method of our extension in all workers."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        await self.transport.close()
+        await super().close()
+
     def _sound(self, method: str, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the replies of all workers; InfraFailure if one failed."""
         errors = [reply["error"] for reply in replies if "error" in reply]
@@ -233,12 +304,15 @@ class LoadingDialect(Dialect):
         return replies
 
 
-def transport_of(settings: ServerSettings, address: str, num_workers: int) -> Transport:
+def transport_of(
+    settings: ServerSettings, address: str, num_workers: int, *, has_extension: bool = True
+) -> Transport:
+    """`has_extension`: whether workers receive the weights by our extension (`receiver`)."""
     if settings.server.weight_transport == "broadcast":
-        folder = settings.transfer_folder if settings.is_started else None
-        return Broadcast(address, num_workers, folder)
+        folder = settings.transfer_folder if settings.is_started and has_extension else None
+        return Broadcast(address, num_workers, folder, uses_helper=not has_extension)
     if settings.server.weight_transport == "ipc":
-        return CudaIpc()
+        return CudaIpc() if has_extension else Pickles()
     return DiskTransport(settings.transfer_folder, is_private=settings.is_started)
 
 

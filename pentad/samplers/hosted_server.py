@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pentad.core.errors import InfraFailure
-from pentad.samplers import sglang, vllm
+from pentad.samplers.dialect import LoadingDialect
 from pentad.samplers.process import ServerSettings
 from pentad.samplers.remote import HostedSampler
-from pentad.samplers.started_server import StartedServer
+from pentad.samplers.sglang import Sglang
+from pentad.samplers.started_server import StartedServer, start_server
+from pentad.samplers.vllm import Vllm
 from pentad.sync.published import open_weights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TARGET = f"{__name__}:make_server"
-START = {"vllm": vllm.start, "sglang": sglang.start}
+DIALECTS: dict[str, type[LoadingDialect]] = {"vllm": Vllm, "sglang": Sglang}
 
 
 def payload_of(name: str, backend: str, settings: ServerSettings, log_file: Path) -> dict[str, Any]:
@@ -37,9 +39,9 @@ def payload_of(name: str, backend: str, settings: ServerSettings, log_file: Path
 
 def make_server(payload: Mapping[str, Any], emit: Callable[[str, Any], None]) -> HostedServer:
     """Makes the served object of a role process."""
-    start = START[payload["backend"]]
     settings = ServerSettings.model_validate(payload["settings"])
-    return HostedServer(partial(start, settings, payload["name"], Path(payload["log"])))
+    given = DIALECTS[payload["backend"]], settings, payload["name"], Path(payload["log"])
+    return HostedServer(partial(start_server, *given))
 
 
 class HostedServer(HostedSampler[StartedServer]):

@@ -110,19 +110,27 @@ def own_model(given: HostedSettings) -> LanguageModel:
     return make(given.dims, **place)
 
 
+def shared_model(tensors: Mapping[str, Tensor], given: HostedSettings) -> LanguageModel:
+    """Makes a model over existing tensors, by native name."""
+    model = build_model(given.dims, device="meta", dtype=DTYPES[given.dtype])
+    share_weights(model, tensors)
+    return model
+
+
 def model_over(lent: Mapping[str, Any], given: HostedSettings) -> tuple[LanguageModel, str]:
     """Makes a model over the learner's frozen weights (`sync.lent`); returns their digest too, as
     they are read here."""
-    model = build_model(given.dims, device="meta", dtype=DTYPES[given.dtype])
-    share_weights(model, open_lent(lent))
+    model = shared_model(open_lent(lent), given)
     dtype = str(lent["digest"]).partition(":")[0]
     held = digest_of(iter_hf(model, DTYPES[dtype], model.weight_map))
     return model, f"{dtype}:{held.hex()}"
 
 
-def sampler_over(model: LanguageModel, given: HostedSettings) -> EmbeddedSampler:
-    decode = None
-    if given.tokenizer:
+def sampler_over(
+    model: LanguageModel, given: HostedSettings, decode: Callable[[list[int]], str] | None = None
+) -> EmbeddedSampler:
+    """`decode`: None: that of a tokenizer that is loaded here."""
+    if decode is None and given.tokenizer:
 
         @cache
         def tokenizer() -> Tokenizer:

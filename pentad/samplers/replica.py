@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pentad.core.errors import FlawedAnswer, GivenUp, InfraFailure, RunError, UserError
 from pentad.core.roles import Installed, NamedTensors
+from pentad.core.tasks import end
 from pentad.core.types import Generation, Request
 from pentad.runtime.restarts import RestartPolicy
 from pentad.samplers.process import soon_lost
@@ -281,8 +282,7 @@ class Replica:
             return
         self._enter(State.CLOSED)
         if self.supervisor is not None:
-            self.supervisor.cancel()
-            await asyncio.wait([self.supervisor])
+            await end(self.supervisor)
         if self.sampler is not None:
             await self.sampler.close()
         self._end_pending(RunError("the sampler was closed"))

@@ -12,18 +12,16 @@ import asyncio
 import json
 import logging
 import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
-from pentad.core.device import DTYPES
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed, TensorPairs
 from pentad.core.seeds import derive_seed
@@ -37,7 +35,6 @@ from pentad.samplers.dialect import (
     LOAD_TIMEOUT_S,
     MEMORIES,
     Call,
-    HeldTensors,
     LoadingDialect,
     Receipt,
     VersionSpan,
@@ -51,28 +48,16 @@ from pentad.samplers.dialect import (
     transport_of,
 )
 from pentad.samplers.http import Wire
-from pentad.samplers.process import ServerProcess, ServerSettings, free_port, server_environment
+from pentad.samplers.process import ServerSettings
 from pentad.samplers.served import is_fp8
-from pentad.samplers.server_sampler import ServerSampler
-from pentad.samplers.started_server import StartedServer, attach_server, start_server
+from pentad.samplers.started_server import attach_server, start_server
 from pentad.samplers.weight_proof import (
     ADAPTER,
     NO_FOLDER,
     adapted_modules,
-    check_targets,
-    prove_factors,
     sglang_checksum,
 )
 from pentad.sync.deltas import size_of
-from pentad.sync.group import PROTOCOL, BroadcastGroup, send_all
-from pentad.sync.transport import (
-    file_for,
-    in_buckets,
-    own_host,
-    packed,
-    together,
-    update_group,
-)
 from pentad.weights.block_fp8 import dequantised
 
 log = logging.getLogger(__name__)
@@ -81,7 +66,6 @@ OLDEST = (0, 5, 17)
 """The oldest version that was tested successfully."""
 TELLS_VERSIONS = (0, 5, 23)
 """The oldest version whose answers report the weight version of each token."""
-BUCKET_BYTES = 1 << 29
 DEEP_GEMM = "SGLANG_ENABLE_JIT_DEEPGEMM"
 
 
@@ -148,25 +132,22 @@ class Sglang(LoadingDialect):
 
     loses_requests_asleep = True
 
+    product = "SGLang"
+    calls = "/weights_checker"
+
     def __init__(self, wire: Wire, settings: ServerSettings, about: ServerInfo) -> None:
+        num_workers, is_lora = about.tp_size * about.pp_size, settings.lora is not None
+        transport = transport_of(settings, wire.address, num_workers, has_extension=is_lora)
         # Shards have no checksums to compare.
-        is_one = about.tp_size * about.pp_size == 1
-        super().__init__(wire, settings, about.dtype, is_comparable=is_one)
+        super().__init__(wire, transport, settings, about.dtype, is_comparable=num_workers == 1)
         self.about = about
         self.reprefill = settings.rollout.on_update == "reprefill"
         self.tells_versions = release(about.version) >= TELLS_VERSIONS
-        self.group: BroadcastGroup | None = None
         self.group_name = ""
         self.num_sent = 0
-        self.transport = transport_of(settings, wire.address, 1)
-        """For factors; weights are sent by the server's own endpoints."""
-        self.has_adapter = False
-        """Whether its front end has registered the adapter of its workers."""
         self.rids: dict[str, str] = {}
         """Server-side ids of calls in progress. An id is never reused: a late abort must not end a
         later call."""
-        self.ended_by: dict[str, int] = {}
-        """Calls that ended at an id that is no stop id of the request, and that id."""
         can = {
             "pause": True,
             "abort": True,
@@ -177,31 +158,60 @@ class Sglang(LoadingDialect):
         }
         self.capabilities = frozenset(name for name, is_there in can.items() if is_there)
 
+    @classmethod
+    async def open(cls, wire: Wire, where: str, settings: ServerSettings) -> Self:
+        about = wire.read("/server_info", ServerInfo, await wire.get("/server_info"))
+        check_server(where, about, settings)
+        dialect = cls(wire, settings, about)
+        if settings.lora is not None:
+            await dialect.open_adapter(settings.lora)
+        if "seeds" not in dialect.capabilities:
+            text = "%s: without --enable-deterministic-inference samples do not follow seeds"
+            log.info(text, where)
+        return dialect
+
+    def adapter_remedy(self, lora: LoraConfig) -> str:
+        needs = f"{' '.join(lora_flags(self.settings))} --load-format auto"
+        return f"install Pentad in its environment and start it with {needs}"
+
+    async def open_adapter(self, lora: LoraConfig) -> dict[str, Any]:
+        if not self.is_comparable:
+            rule = "its factors are shards, which cannot be compared with the published ones"
+            raise UserError(Problem(self.where, rule, "use one GPU for each SGLang, or vllm"))
+        answer = await super().open_adapter(lora)
+        self.has_adapter = answer["is_registered"]
+        self.dtype = answer["dtype"] or self.dtype  # the server may report its setting, "auto"
+        return answer
+
+    @classmethod
+    def command(cls, settings: ServerSettings, port: int, version: tuple[int, ...]) -> list[str]:
+        return ["-m", server_key.__name__, "sglang.launch_server", *flags(settings, port)]
+
+    @classmethod
+    def environment(cls, settings: ServerSettings) -> dict[str, str]:
+        # On Blackwell DeepGEMM quantises the weights again, with powers of two as scales.
+        return {DEEP_GEMM: os.environ.get(DEEP_GEMM, "0")} if is_fp8(settings) else {}
+
     async def generate(self, call: Call) -> Generation:
         """Samples an answer. With stop ids, SGLang also stops at the model's end-of-text id; then
         requests the rest."""
-        parts = [await self._generate(call)]
-        while parts[-1].finish == "stop" and self.ended_by.pop(call.id, None) is not None:
-            drawn = joined(*parts)
-            left = call.max_new_tokens - len(drawn.ids)
-            if left == 0:
+        drawn, rest = Generation([], [], [], "length"), call
+        while True:
+            part, is_ours = await self._draw(rest)
+            drawn = joined(drawn, part)
+            if part.finish != "stop" or is_ours:
+                return drawn
+            if (left := call.max_new_tokens - len(drawn.ids)) == 0:
                 drawn.finish = "length"
                 return drawn
             seed = derive_seed(call.seed, "after", len(drawn.ids))
             prompt = (*call.prompt_ids, *drawn.ids)
             rest = replace(call, prompt_ids=prompt, max_new_tokens=left, seed=seed)
-            parts.append(await self._generate(rest))
-        return joined(*parts)
 
-    async def _generate(self, call: Call) -> Generation:
+    async def _draw(self, call: Call) -> tuple[Generation, bool]:
+        """Returns also whether a stop id or text of the request, if any, ended the answer."""
         self.num_sent += 1
-        self.rids[call.id] = f"{call.id}{self.num_sent}."
-        try:
-            return await self._draw(call, self.rids[call.id])
-        finally:
-            del self.rids[call.id]
-
-    async def _draw(self, call: Call, rid: str) -> Generation:
+        rid = self.rids[call.id] = f"{call.id}{self.num_sent}."
         body = {
             "rid": rid,
             "input_ids": call.prompt_ids,
@@ -212,18 +222,20 @@ class Sglang(LoadingDialect):
         }
         if self.settings.lora is not None:
             body["lora_path"] = ADAPTER
-        meta = self._read(await self.wire.post("/generate", body, timeout_s=None))
+        try:
+            meta = self._read(await self.wire.post("/generate", body, timeout_s=None))
+        finally:
+            del self.rids[call.id]
         ids = [token for _, token, _ in meta.output_token_logprobs]
         logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
         reason = meta.finish_reason
         finish = finish_of(self.where, reason.type if reason else None)
         matched = reason.matched if reason else None
-        if finish == "stop" and isinstance(matched, int) and matched not in call.params.stop_ids:
-            self.ended_by[call.id] = matched
+        is_ours = not isinstance(matched, int) or matched in call.params.stop_ids
         if finish == "abort" and not ids:
-            return Generation([], [], [], finish)
-        experts = meta.routed_experts
-        return self._generation(call, ids, logprobs, finish, meta.weight_versions, experts)
+            return Generation([], [], [], finish), is_ours
+        versions, experts = meta.weight_versions, meta.routed_experts
+        return self._generation(call, ids, logprobs, finish, versions, experts), is_ours
 
     def _read(self, answer: Any) -> Meta:
         self._check_error("/generate", answer)
@@ -261,12 +273,7 @@ class Sglang(LoadingDialect):
             return await self._load_factors(version, weights, self.settings.lora, flush=is_idle)
         last = {"weight_version": str(version), "flush_cache": is_idle}
         part = await self.changed.choose(weights)
-        if self.settings.server.weight_transport == "disk":
-            await self._by_disk(part, last)
-        elif self.settings.server.weight_transport == "broadcast":
-            await self._by_broadcast(weights, last)
-        else:
-            await self._by_tensors(weights, last)
+        await self.transport.send(part, partial(self._ask, last))
         # Afterwards, to detect tensors that changed during the transfer.
         digest = await asyncio.to_thread(lambda: digest_of(weights).hex())
         await self._prove_if_due(weights, is_part=len(part) < len(weights))
@@ -285,11 +292,8 @@ class Sglang(LoadingDialect):
                 raise InfraFailure(f"{self.where}: {path} failed ({done.error_message})")
             self.has_adapter = True
         (reply,) = await self.transport.send(weights, self.call_workers)
-        receipt = self.wire.read("/weights_checker", Receipt, reply)
-        (reply,) = await self.call_workers("pentad_held_factors")
-        held = self.wire.read("/weights_checker", HeldTensors, reply).held
-        args = (self.where, held, weights, lora, DTYPES[self.dtype])
-        await asyncio.to_thread(prove_factors, *args, scaled=".experts.")
+        receipt = self.wire.read(self.calls, Receipt, reply)
+        await self.prove_factors(weights, lora, scaled=".experts.")
         label = {"new_version": str(version), "abort_all_requests": False}
         await self._done("/update_weight_version", label)
         if flush:
@@ -298,17 +302,16 @@ class Sglang(LoadingDialect):
 
     async def call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Calls a method of `sglang_worker.FactorReceiver`."""
-        path, action = "/weights_checker", json.dumps({"method": method, "args": arguments})
-        answer = await self.wire.post(path, {"action": action}, timeout_s=LOAD_TIMEOUT_S)
-        ranks = self.wire.read(path, Checksums, answer).ranks
+        action = json.dumps({"method": method, "args": arguments})
+        answer = await self.wire.post(self.calls, {"action": action}, timeout_s=LOAD_TIMEOUT_S)
+        ranks = self.wire.read(self.calls, Checksums, answer).ranks
         return self._sound(method, [json.loads(one.checksums["reply"]) for one in ranks])
 
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
-        path, body = "/weights_checker", {"action": "checksum"}
-        answer = await self.wire.post(path, body, timeout_s=LOAD_TIMEOUT_S)
-        found = self.wire.read(path, Checksums, answer)
+        answer = await self.wire.post(self.calls, {"action": "checksum"}, timeout_s=LOAD_TIMEOUT_S)
+        found = self.wire.read(self.calls, Checksums, answer)
         if not found.success or len(found.ranks) != 1:
-            raise InfraFailure(f"{self.where}: {path} failed ({found.message})")
+            raise InfraFailure(f"{self.where}: {self.calls} failed ({found.message})")
         on_gpu = self.about.device != "cpu"
         return found.ranks[0].checksums, partial(sglang_checksum, on_gpu=on_gpu)
 
@@ -316,56 +319,36 @@ class Sglang(LoadingDialect):
         """SGLang computes checksums of quantised matrices as dequantised in bf16."""
         return list(dequantised(weights, torch.bfloat16)) if is_fp8(self.settings) else weights
 
-    async def _by_disk(self, weights: TensorPairs, last: dict[str, Any]) -> None:
-        parent, is_private = self.settings.transfer_folder, self.settings.is_started
-        async with file_for(weights, parent, is_private=is_private) as path:
-            # The server's own load format may be dummy.
-            body = {"model_path": str(path.parent), "load_format": "auto", "keep_pause": True}
-            body |= last
-            await self._done("/update_weights_from_disk", body)
-
-    async def _by_tensors(self, weights: TensorPairs, last: dict[str, Any]) -> None:
-        """Sends CUDA tensors as references, others through shared memory: same machine only."""
-        buckets = list(in_buckets(weights, BUCKET_BYTES))
-        for number, bucket in enumerate(buckets, start=1):
-            payload = packed(bucket)
-            ending = last if number == len(buckets) else {"flush_cache": False}
-            body = {"serialized_named_tensors": [payload] * self.about.tp_size, **ending}
-            await self._done("/update_weights_from_tensor", body)
-
-    async def _by_broadcast(self, weights: TensorPairs, last: dict[str, Any]) -> None:
-        try:
-            group = self.group or await self._meet(weights[0][1].device.type)
+    async def _ask(
+        self, last: dict[str, Any], method: str, argument: str, is_end: bool = True
+    ) -> list[dict[str, Any]]:
+        """Calls the endpoint with the effect of a method of `receiver.Receiver`. `last`: the fields
+        of the call that ends the update."""
+        if method == "pentad_join":
+            given = json.loads(argument)
+            self.group_name = given["name"]
             body = {
-                "names": [name for name, _ in weights],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
-                "shapes": [list(tensor.shape) for _, tensor in weights],
-                "group_name": self.group_name,
-                **last,
+                "master_address": given["host"],
+                "master_port": given["port"],
+                "rank_offset": 1,
+                "world_size": given["world"],
+                "group_name": given["name"],
+                "backend": given["backend"],
             }
-            theirs = asyncio.ensure_future(self._done("/update_weights_from_distributed", body))
-            await together(asyncio.to_thread(send_all, group, weights), theirs)
-        except BaseException:
-            self.group = None
-            raise
-        self.group = group
-
-    async def _meet(self, device: str) -> BroadcastGroup:
-        host, port = own_host(self.wire.address), free_port()
-        world = self.about.tp_size * self.about.pp_size + 1
-        backend = "nccl" if device == "cuda" else "gloo"
-        self.group_name = f"pentad-{uuid.uuid4().hex[:8]}"  # the server still has the older groups
-        body = {
-            "master_address": host,
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": world,
-            "group_name": self.group_name,
-            "backend": backend,
-        }
-        theirs = asyncio.ensure_future(self._done("/init_weights_update_group", body))
-        make = asyncio.to_thread(update_group, host, port, world, backend, self.group_name)
-        return await together(make, theirs)
+            await self._done("/init_weights_update_group", body)
+        elif method == "pentad_receive":
+            names, shapes, dtypes = zip(*json.loads(argument), strict=True)
+            body = {"names": names, "dtypes": dtypes, "shapes": shapes}
+            body |= {"group_name": self.group_name, **last}
+            await self._done("/update_weights_from_distributed", body)
+        elif method == "pentad_unpickle":
+            body = {"serialized_named_tensors": [argument] * self.about.tp_size}
+            body |= last if is_end else {"flush_cache": False}
+            await self._done("/update_weights_from_tensor", body)
+        else:  # a file, of all tensors or a part; the server's own load format may be dummy
+            body = {"model_path": str(Path(argument).parent), "load_format": "auto"}
+            await self._done("/update_weights_from_disk", {**body, "keep_pause": True, **last})
+        return []
 
     async def _done(self, path: str, body: dict[str, Any]) -> None:
         answer = await self.wire.post(path, body, timeout_s=LOAD_TIMEOUT_S)
@@ -384,11 +367,6 @@ class Sglang(LoadingDialect):
     async def version_label(self) -> str:
         path = "/model_info"
         return self.wire.read(path, ModelInfo, await self.wire.get(path)).weight_version
-
-    async def close(self) -> None:
-        self.group = None
-        await self.transport.close()
-        await super().close()
 
 
 def sampling_params(call: Call) -> dict[str, Any]:
@@ -410,45 +388,7 @@ def sampling_params(call: Call) -> dict[str, Any]:
 
 # Starting and attaching.
 
-
-async def attach(
-    address: str, settings: ServerSettings, process: ServerProcess | None = None
-) -> ServerSampler:
-    async def open_dialect(wire: Wire, where: str) -> Sglang:
-        about = wire.read("/server_info", ServerInfo, await wire.get("/server_info"))
-        check_server(where, about, settings)
-        dialect = Sglang(wire, settings, about)
-        if settings.lora is not None:
-            await open_adapter(dialect, settings.lora)
-        if "seeds" not in dialect.capabilities:
-            text = "%s: without --enable-deterministic-inference samples do not follow seeds"
-            log.info(text, where)
-        return dialect
-
-    return await attach_server(address, "SGLang", open_dialect, settings, process)
-
-
-async def open_adapter(dialect: Sglang, lora: LoraConfig) -> None:
-    """Prepares the server for factors; UserError if it does not support some of them."""
-    where, settings, about = dialect.where, dialect.settings, dialect.about
-    if about.tp_size * about.pp_size > 1:
-        rule = "its factors are shards, which cannot be compared with the published ones"
-        raise UserError(Problem(where, rule, "use one GPU for each SGLang, or vllm"))
-    spec = json.dumps({"name": ADAPTER, "rank": lora.rank, "alpha": lora.alpha})
-    try:
-        (answer,) = await dialect.call_workers("pentad_adapter", spec)
-    except InfraFailure as failure:
-        remedy = (
-            f"install Pentad in its environment and start it with {' '.join(lora_flags(settings))} "
-            "--load-format auto"
-        )
-        raise UserError(Problem(where, f"takes no adapter ({failure})", remedy)) from None
-    if answer["protocol"] != PROTOCOL:
-        rule = f"its workers run another version of Pentad (protocol {answer['protocol']})"
-        raise UserError(Problem(where, rule, "restart it"))
-    dialect.has_adapter = answer["is_registered"]
-    dialect.dtype = answer["dtype"] or dialect.dtype  # the server may report its setting, "auto"
-    check_targets(where, answer["modules"], settings.dims, lora, settings.model_folder)
+attach, start = partial(attach_server, Sglang), partial(start_server, Sglang)
 
 
 def lora_flags(settings: ServerSettings) -> list[str]:
@@ -469,18 +409,6 @@ def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> Non
     if about.context_length is not None:
         check_context(where, about.context_length, settings, "--context-length")
     check_routes(where, settings, about.enable_return_routed_experts)
-
-
-async def start(settings: ServerSettings, name: str, log_file: Path) -> StartedServer:
-    def command(settings: ServerSettings, port: int, version: str) -> list[str]:
-        return ["-m", server_key.__name__, "sglang.launch_server", *flags(settings, port)]
-
-    own = {}
-    if is_fp8(settings):
-        # On Blackwell DeepGEMM quantises the weights again, with powers of two as scales.
-        own[DEEP_GEMM] = os.environ.get(DEEP_GEMM, "0")
-    own = server_environment(settings.devices, **own)
-    return await start_server(settings, name, log_file, "SGLang", command, own, attach)
 
 
 def flags(settings: ServerSettings, port: int) -> list[str]:

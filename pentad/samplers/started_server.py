@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,14 @@ from pentad.core.roles import Installed, NamedTensors
 from pentad.core.types import Generation, Request
 from pentad.ops.digest import WeightDigest, digest_of
 from pentad.samplers import server_key
-from pentad.samplers.dialect import Dialect
+from pentad.samplers.dialect import Dialect, LoadingDialect, release
 from pentad.samplers.http import Wire
 from pentad.samplers.process import (
     ServerProcess,
     ServerSettings,
     check_installed,
     free_port,
+    server_environment,
     server_python,
     soon_lost,
 )
@@ -41,7 +42,6 @@ from pentad.sync.publisher import Snapshot
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-Attach = Callable[[str, ServerSettings, ServerProcess | None], Awaitable[ServerSampler]]
 
 
 @dataclass(slots=True, eq=False)
@@ -178,19 +178,19 @@ async def closed_on_failure(wire: Wire) -> AsyncIterator[None]:
 
 
 async def attach_server(
+    kind: type[LoadingDialect],
     address: str,
-    kind: str,
-    open_dialect: Callable[[Wire, str], Awaitable[Dialect]],
     settings: ServerSettings,
-    process: ServerProcess | None,
+    process: ServerProcess | None = None,
 ) -> ServerSampler:
     """Returns a client of the server at `address`, whose weights are unknown. `process`: its
-    process, if started here. `open_dialect`: called with its wire and its name in messages."""
-    where = f"rollout.server.addresses = {address}" if process is None else f"{kind} at {address}"
-    wire = Wire(address, kind, settings.key)
+    process, if started here."""
+    where = f"rollout.server.addresses = {address}"
+    wire = Wire(address, kind.product, settings.key)
     async with closed_on_failure(wire):
         try:
-            dialect = await open_dialect(wire, where)
+            started_at = f"{kind.product} at {address}"
+            dialect = await kind.open(wire, where if process is None else started_at, settings)
         except InfraFailure as failure:
             raise RunError(str(failure)) from failure
     dims, max_context = settings.dims, settings.max_context
@@ -200,32 +200,26 @@ async def attach_server(
 
 
 async def start_server(
-    settings: ServerSettings,
-    name: str,
-    log_file: Path,
-    kind: str,
-    command: Callable[[ServerSettings, int, str], Sequence[str]],
-    environment: dict[str, str],
-    attach: Attach,
+    kind: type[LoadingDialect], settings: ServerSettings, name: str, log_file: Path
 ) -> StartedServer:
-    """Starts a server on this machine with unusable weights: an install must follow. `command`:
-    returns the arguments of the interpreter for a port and the installed version."""
+    """Starts a server on this machine with unusable weights: an install must follow."""
     with ExitStack() as stack:
         if is_converted(settings):
             folder = await asyncio.to_thread(stack.enter_context, served_folder(settings))
             settings = settings.model_copy(update={"model_folder": str(folder)})
-        module = kind.lower()
+        module = kind.product.lower()
         python = server_python(settings.server.python, module)
         version = await asyncio.to_thread(check_installed, python, module, settings.server.python)
         port, key = free_port(), secrets.token_hex(32)  # hex: an argument must not begin with -
-        own = {**environment, server_key.VARIABLE: key}
-        line = [python, *command(settings, port, version)]
-        process = ServerProcess(name, line, own, log_file, stack.pop_all())
+        own = {**kind.environment(settings), server_key.VARIABLE: key}
+        line = [python, *kind.command(settings, port, release(version))]
+        environment = server_environment(settings.devices, **own)
+        process = ServerProcess(name, line, environment, log_file, stack.pop_all())
     address = f"http://127.0.0.1:{port}"
     keyed = settings.model_copy(update={"key": key, "is_started": True})
     made = await process.opened(
-        Wire(address, kind, key),
-        lambda: attach(address, keyed, process),
+        Wire(address, kind.product, key),
+        lambda: attach_server(kind, address, keyed, process),
         settings.server.start_timeout_s,
     )
     assert isinstance(made, StartedServer), "attached with a process"

@@ -7,19 +7,16 @@ its prefix cache while requests that keep their cache are in progress.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
-from pentad.core.device import DTYPES
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.roles import Installed, TensorPairs
 from pentad.core.sizes import PASS_TOKENS
@@ -45,14 +42,11 @@ from pentad.samplers.dialect import (
     transport_of,
 )
 from pentad.samplers.http import Wire
-from pentad.samplers.process import ServerProcess, ServerSettings, server_environment
+from pentad.samplers.process import ServerSettings
 from pentad.samplers.served import is_fp8
-from pentad.samplers.server_sampler import ServerSampler
-from pentad.samplers.started_server import StartedServer, attach_server, start_server
-from pentad.samplers.weight_proof import ADAPTER, NO_FOLDER, check_targets, max_rank, prove_factors
+from pentad.samplers.started_server import attach_server, start_server
+from pentad.samplers.weight_proof import ADAPTER, NO_FOLDER, max_rank
 from pentad.sync.deltas import size_of
-from pentad.sync.group import PROTOCOL
-from pentad.sync.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -114,15 +108,14 @@ def entry_of(tensor: Tensor) -> str:
 class Vllm(LoadingDialect):
     """The dialect of vLLM."""
 
-    def __init__(
-        self, wire: Wire, transport: Transport, settings: ServerSettings, about: ServerAbout
-    ) -> None:
-        dtype = about.model.dtype.removeprefix("torch.")
-        super().__init__(wire, settings, dtype, is_comparable=about.is_comparable)
-        self.transport = transport
+    product = "vLLM"
+    calls = "/collective_rpc"
+
+    def __init__(self, wire: Wire, settings: ServerSettings, about: ServerAbout) -> None:
+        transport = transport_of(settings, wire.address, about.parallel.world_size)
+        dtype, is_comparable = about.model.dtype.removeprefix("torch."), about.is_comparable
+        super().__init__(wire, transport, settings, dtype, is_comparable=is_comparable)
         self.about = about
-        self.has_adapter = False
-        """Whether its front end has registered the adapter of its workers."""
         self.tells_versions = about.tells_versions
         self.loses_requests_asleep = not about.tells_versions
         can = {
@@ -132,6 +125,41 @@ class Vllm(LoadingDialect):
             "routes": settings.rollout.replay_routes,
         }
         self.capabilities = frozenset(name for name, is_there in can.items() if is_there)
+
+    @classmethod
+    async def open(cls, wire: Wire, where: str, settings: ServerSettings) -> Self:
+        about = await probe(wire, where)
+        check_context(where, about.model.max_model_len, settings, "--max-model-len")
+        check_routes(where, settings, about.model.enable_return_routed_experts)
+        check_quantised(where, settings, about.model.quantization)
+        dialect = cls(wire, settings, about)
+        (worker, *_) = await dialect.call_workers("pentad_about")
+        dialect.check_protocol(where, worker)
+        if settings.lora is not None:
+            await dialect.open_adapter(settings.lora)
+        return dialect
+
+    def adapter_remedy(self, lora: LoraConfig) -> str:
+        return f"start it with {' '.join(lora_flags(lora))}, --load-format auto and {RUNTIME}=1"
+
+    @classmethod
+    def command(cls, settings: ServerSettings, port: int, version: tuple[int, ...]) -> list[str]:
+        return ["-m", "vllm.entrypoints.openai.api_server", *flags(settings, port, version)]
+
+    @classmethod
+    def environment(cls, settings: ServerSettings) -> dict[str, str]:
+        own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        if settings.lora is not None:
+            own[RUNTIME] = "1"
+        if is_fp8(settings):
+            # By default DeepGEMM quantises the weights again, with powers of two as scales.
+            own[DEEP_GEMM] = os.environ.get(DEEP_GEMM, "0")
+        own["VLLM_API_KEY"] = ""  # a key of the user would be required in addition to ours
+        if settings.device == "cpu":
+            whole_gib = max(1, -(-(settings.rollout.kv_cache_bytes or 2**30) // 2**30))
+            own["VLLM_CPU_KVCACHE_SPACE"] = str(whole_gib)
+            own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        return own
 
     def check(self, params: SamplingParams) -> None:
         if 0 < params.temperature < MIN_TEMPERATURE:
@@ -212,7 +240,7 @@ class Vllm(LoadingDialect):
         part = await self.changed.choose(weights)
         is_part = len(part) < len(weights)
         receipts = await self.transport.send(part, self.call_workers, is_part=is_part)
-        first = self.wire.read("/collective_rpc", Receipt, receipts[0])
+        first = self.wire.read(self.calls, Receipt, receipts[0])
         if any(receipt != receipts[0] for receipt in receipts):
             raise InfraFailure(f"{self.where}: its workers received different weights ({receipts})")
         if is_part and first.digest != self.changed.digest_of_part(part):
@@ -220,7 +248,9 @@ class Vllm(LoadingDialect):
         if self.settings.lora is None:
             await self._prove_if_due(weights, is_part=is_part)
         else:
-            await self._prove_factors(weights, self.settings.lora)
+            if self.about.parallel.world_size == 1:  # of shards only the digest is known
+                await self.prove_factors(weights, self.settings.lora)
+            await self._register()
         drop = "true" if self.settings.rollout.on_update == "reprefill" else "false"
         await self.wire.post("/reset_prefix_cache", reset_running_requests=drop)
         if self.tells_versions:
@@ -233,13 +263,8 @@ class Vllm(LoadingDialect):
             return Installed(version, len(weights), self.changed.digest.hex(), num_bytes=sent)
         return Installed(version, first.num_tensors, first.digest, num_bytes=sent)
 
-    async def _prove_factors(self, weights: TensorPairs, lora: LoraConfig) -> None:
-        """Verifies the (small) factors at every install; for shards only the received digest."""
-        if self.about.parallel.world_size == 1:
-            (answer, *_) = await self.call_workers("pentad_held_factors")
-            held = self.wire.read("/collective_rpc", HeldTensors, answer).held
-            args = (self.where, held, weights, lora, DTYPES[self.dtype])
-            await asyncio.to_thread(prove_factors, *args)
+    async def _register(self) -> None:
+        """Registers the adapter whose factors the workers have."""
         if not self.has_adapter:
             body = {"lora_name": ADAPTER, "lora_path": NO_FOLDER}
             await self.wire.post("/v1/load_lora_adapter", body, is_json=False)
@@ -247,14 +272,12 @@ class Vllm(LoadingDialect):
 
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
         (answer, *_) = await self.call_workers("pentad_held")
-        return self.wire.read("/collective_rpc", HeldTensors, answer).held, entry_of
+        return self.wire.read(self.calls, HeldTensors, answer).held, entry_of
 
     async def call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
-        """Calls a method of the extension in all workers."""
-        path = "/collective_rpc"
         body = {"method": method, "args": arguments, "timeout": LOAD_TIMEOUT_S}
-        answer = await self.wire.post(path, body, timeout_s=LOAD_TIMEOUT_S)
-        return self._sound(method, self.wire.read(path, Results, answer).results)
+        answer = await self.wire.post(self.calls, body, timeout_s=LOAD_TIMEOUT_S)
+        return self._sound(method, self.wire.read(self.calls, Results, answer).results)
 
     async def sleep(self) -> None:
         await self.wire.post("/sleep", level="1", mode="keep")
@@ -267,10 +290,6 @@ class Vllm(LoadingDialect):
             return str((await self.call_workers("pentad_about"))[0]["label"])
         path = "/weight_info"
         return self.wire.read(path, WeightInfo, await self.wire.get(path)).weight_version
-
-    async def close(self) -> None:
-        await self.transport.close()
-        await super().close()
 
 
 class WeightInfo(BaseModel):
@@ -357,50 +376,11 @@ async def check_token_endpoint(wire: Wire, where: str) -> None:
 # Starting and attaching.
 
 
-async def attach(
-    address: str, settings: ServerSettings, process: ServerProcess | None = None
-) -> ServerSampler:
-    async def open_dialect(wire: Wire, where: str) -> Vllm:
-        about = await probe(wire, where)
-        check_context(where, about.model.max_model_len, settings, "--max-model-len")
-        check_routes(where, settings, about.model.enable_return_routed_experts)
-        check_quantised(where, settings, about.model.quantization)
-        transport = transport_of(settings, address, about.parallel.world_size)
-        dialect = Vllm(wire, transport, settings, about)
-        (worker, *_) = await dialect.call_workers("pentad_about")
-        if worker["protocol"] != PROTOCOL:
-            rule = f"its workers run another version of Pentad (protocol {worker['protocol']})"
-            raise UserError(Problem(where, rule, "restart it"))
-        if settings.lora is not None:
-            await open_adapter(dialect, settings.lora)
-        return dialect
-
-    return await attach_server(address, "vLLM", open_dialect, settings, process)
-
-
-async def open_adapter(dialect: Vllm, lora: LoraConfig) -> None:
-    """Prepares the server for factors; UserError if it does not support some of them."""
-    spec = json.dumps({"rank": lora.rank, "alpha": lora.alpha})
-    try:
-        (answer, *_) = await dialect.call_workers("pentad_adapter", spec)
-    except InfraFailure as failure:
-        remedy = f"start it with {' '.join(lora_flags(lora))}, --load-format auto and {RUNTIME}=1"
-        raise UserError(Problem(dialect.where, f"takes no adapter ({failure})", remedy)) from None
-    held, settings = answer["modules"], dialect.settings
-    check_targets(dialect.where, held, settings.dims, lora, settings.model_folder)
+attach, start = partial(attach_server, Vllm), partial(start_server, Vllm)
 
 
 def lora_flags(lora: LoraConfig) -> list[str]:
     return ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_rank(lora.rank))]
-
-
-async def start(settings: ServerSettings, name: str, log_file: Path) -> StartedServer:
-    def command(settings: ServerSettings, port: int, version: str) -> list[str]:
-        words = flags(settings, port, release(version))
-        return ["-m", "vllm.entrypoints.openai.api_server", *words]
-
-    own = environment(settings)
-    return await start_server(settings, name, log_file, "vLLM", command, own, attach)
 
 
 def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list[str]:
@@ -443,18 +423,3 @@ def flags(settings: ServerSettings, port: int, version: tuple[int, ...]) -> list
     if settings.lora is not None:
         switches += lora_flags(settings.lora)
     return command_line(words, switches, settings)
-
-
-def environment(settings: ServerSettings) -> dict[str, str]:
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if settings.lora is not None:
-        own[RUNTIME] = "1"
-    if is_fp8(settings):
-        # By default DeepGEMM quantises the weights again, with powers of two as scales.
-        own[DEEP_GEMM] = os.environ.get(DEEP_GEMM, "0")
-    own["VLLM_API_KEY"] = ""  # a key of the user would be required in addition to ours
-    if settings.device == "cpu":
-        whole_gib = max(1, -(-(settings.rollout.kv_cache_bytes or 2**30) // 2**30))
-        own["VLLM_CPU_KVCACHE_SPACE"] = str(whole_gib)
-        own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    return server_environment(settings.devices, **own)

@@ -114,7 +114,7 @@ class Answer:
     """Builds all messages for one job."""
 
     def __init__(self, job: Job, model: str, tokenizer: Tokenizer) -> None:
-        self.job = job
+        self.job, self.body = job, job.body
         self.model = model
         self.tokenizer = tokenizer
         self.created = int(time.time())
@@ -125,7 +125,7 @@ class Answer:
                 job.params.stop_ids,
                 held=[CALL_START] if job.reads_calls else [],
             )
-            for _ in range(len(job.requests) * job.n)
+            for _ in range(len(job.requests) * job.body.n)
         ]
 
     # Whole answers.
@@ -135,7 +135,7 @@ class Answer:
         choices = [self._choice(index, g) for index, g in enumerate(generations)]
         num_new = sum(len(g.ids) for g in generations)
         body = {**self._head("chat.completion"), "choices": choices, "usage": self.usage(num_new)}
-        if self.job.kind == "chat" and self.job.wants_ids:
+        if self.job.is_chat and self.body.return_token_ids:
             body["prompt_token_ids"] = list(self.job.requests[0].prompt_ids)
         return body
 
@@ -157,7 +157,7 @@ class Answer:
             "finish_reason": generation.finish,
             "logprobs": self._logprobs(tokens),
         }
-        if self.job.kind == "chat":
+        if self.job.is_chat:
             text, calls = self._calls(index, text)
             content = None if calls and not text else text
             choice["message"] = {"role": "assistant", "content": content, "refusal": None}
@@ -172,11 +172,11 @@ class Answer:
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Returns the first chunk of a chat answer, with the role."""
-        if self.job.kind != "chat":
+        if not self.job.is_chat:
             return None
         chunk = self._chunk(index, "", [], None)
         chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}
-        if self.job.wants_ids:
+        if self.body.return_token_ids:
             chunk["prompt_token_ids"] = list(self.job.requests[0].prompt_ids)
         return chunk
 
@@ -186,7 +186,7 @@ class Answer:
         """Returns the chunk of one token; None if no text can be sent yet."""
         stream = self.texts[index]
         text = stream.push(token)
-        if not (text or self.job.wants_logprobs or self.job.wants_ids):
+        if not (text or self.body.wants_logprobs or self.body.return_token_ids):
             return None
         return self._chunk(index, text, [Token(token, logprob, stream.offsets[-1], top)], None)
 
@@ -221,14 +221,14 @@ class Answer:
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": finish}
         choice["logprobs"] = self._logprobs(tokens) if tokens else None
-        if self.job.kind == "chat":
+        if self.job.is_chat:
             choice["delta"] = {"content": text} if text else {}
         else:
             choice["text"] = text
         is_first = len(self.texts[index].ids) == 1
         choice |= self._ids(index, [token.id for token in tokens], is_first=is_first)
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        return chunk | ({"usage": None} if self.job.wants_usage else {})
+        return chunk | ({"usage": None} if self.body.stream_options.include_usage else {})
 
     # Parts of both.
 
@@ -238,24 +238,24 @@ class Answer:
     def _head(self, chat_object: str) -> dict[str, Any]:
         return {
             "id": self.job.id,
-            "object": chat_object if self.job.kind == "chat" else "text_completion",
+            "object": chat_object if self.job.is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "system_fingerprint": f"pentad-{__version__}",
         }
 
     def _ids(self, index: int, ids: Sequence[int], *, is_first: bool) -> dict[str, Any]:
-        if not self.job.wants_ids:
+        if not self.body.return_token_ids:
             return {}
         found: dict[str, Any] = {"token_ids": list(ids)}
-        if self.job.kind == "completion" and is_first:
-            found["prompt_token_ids"] = list(self.job.requests[index // self.job.n].prompt_ids)
+        if not self.job.is_chat and is_first:
+            found["prompt_token_ids"] = list(self.job.requests[index // self.body.n].prompt_ids)
         return found
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not self.job.wants_logprobs:
+        if not self.body.wants_logprobs:
             return None
-        if self.job.kind == "chat":
+        if self.job.is_chat:
             entries = [
                 {
                     **self._entry(token.id, token.logprob),

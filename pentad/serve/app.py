@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -18,7 +18,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pentad.core.errors import Problem, RunError, UserError
-from pentad.data.tokenizer import Tokenizer
 from pentad.infer.requests import RequestLimits
 from pentad.serve.dialects import ChatDialect, MessagesDialect, ResponsesDialect, as_event
 from pentad.serve.jobs import Job, chat_job, completion_job
@@ -31,7 +30,7 @@ from pentad.serve.service import (
 )
 from pentad.serve.wire import (
     ApiError,
-    Body,
+    ChatBody,
     ServeLimits,
     as_api_error,
     check_body,
@@ -45,8 +44,9 @@ from pentad.serve.wire import (
 
 log = logging.getLogger(__name__)
 
-B = TypeVar("B", bound=Body)
 Endpoint = Callable[[Request], Awaitable[Response]]
+Answering = Callable[[Request, bool, ChatDialect | None], Awaitable[Response]]
+"""Answers a request for chat (else for a completion), which a dialect translates."""
 # Re-exported for modules with further endpoints.
 HttpRequest = Request
 HttpResponse = Response
@@ -72,11 +72,7 @@ class Endpoints:
                 "GET /health": self.health,
                 "GET /v1/models": self.models,
                 "GET /v1/models/{name:path}": self.model,
-                "POST /v1/completions": self.completions,
-                "POST /v1/chat/completions": self.chat,
-                "POST /v1/responses": self.responses,
-                "POST /v1/messages": self.messages,
-                "POST /v1/v1/messages": self.messages,  # Anthropic's client adds /v1
+                **answering("/v1", self._answer),
             }
         )
 
@@ -94,33 +90,21 @@ class Endpoints:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
-    async def completions(self, request: Request) -> Response:
-        return await self._run(request, read_completion, completion_job)
-
-    async def chat(self, request: Request) -> Response:
-        return await self._run(request, read_chat, chat_job)
-
-    async def responses(self, request: Request) -> Response:
-        return await self._run(request, read_chat, chat_job, ResponsesDialect())
-
-    async def messages(self, request: Request) -> Response:
-        return await self._run(request, read_chat, chat_job, MessagesDialect())
-
     @property
     def _engine_limits(self) -> RequestLimits:
         return self.service.sampler.engine.limits
 
-    async def _run(
-        self,
-        request: Request,
-        read: Callable[[dict[str, Any]], B],
-        make_job: Callable[[B, Tokenizer, RequestLimits], Job],
-        dialect: ChatDialect | None = None,
+    async def _answer(
+        self, request: Request, is_chat: bool, dialect: ChatDialect | None
     ) -> Response:
         def job_of(sent: bytes) -> Job:
-            body = read(read_object(sent, self.limits, dialect))
+            given = read_object(sent, self.limits, dialect)
+            body = read_chat(given) if is_chat else read_completion(given)
             self._check_model(body.model)
-            return make_job(body, self.service.tokenizer, self._engine_limits)
+            tokenizer, limits = self.service.tokenizer, self._engine_limits
+            if isinstance(body, ChatBody):
+                return chat_job(body, tokenizer, limits)
+            return completion_job(body, tokenizer, limits)
 
         client = request.client.host if request.client else ""
         self._check_room(client)
@@ -130,7 +114,7 @@ class Endpoints:
         is_passed_on = False
         try:
             job = await self.service.text_work.run(len(body), lambda: job_of(body))
-            if job.is_streamed:
+            if job.body.stream:
                 is_passed_on = True
                 return EventStream(self, job, client, dialect)
             work = self.service.answer(job)
@@ -187,7 +171,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def emit(chunk: dict[str, Any]) -> None:
-            await send({"type": "http.response.body", "body": self._sent(chunk), "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": events_of(chunk, self.dialect),
+                    "more_body": True,
+                }
+            )
 
         try:
             head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -202,18 +192,20 @@ class EventStream(Response):
         finally:
             self.endpoints.ended(self.client)
 
-    def _sent(self, chunk: dict[str, Any]) -> bytes:
-        if self.dialect is None:
-            return b"data: " + as_json(chunk) + b"\n\n"
-        if "error" in chunk:
-            return as_event({"type": "error", **chunk})
-        return b"".join(map(as_event, self.dialect.events(chunk)))
-
     async def _events(self, emit: EmitEvent) -> None:
         try:
             await self.endpoints.service.stream(self.job, emit)
         except RunError as error:  # headers are already sent: the failure can only be an event
             await emit(server_failed(error).body())
+
+
+def events_of(chunk: dict[str, Any], dialect: ChatDialect | None) -> bytes:
+    """Returns a chunk of an answer, or an error, as events of a stream."""
+    if dialect is None:
+        return b"data: " + as_json(chunk) + b"\n\n"
+    if "error" in chunk:
+        return as_event({"type": "error", **chunk})
+    return b"".join(map(as_event, dialect.events(chunk)))
 
 
 def last_events(dialect: ChatDialect | None) -> bytes:
@@ -271,6 +263,24 @@ def read_object(
     translated = dialect.chat(value)
     check_sizes(translated, limits)
     return translated
+
+
+def answering(root: str, answer: Answering) -> dict[str, Endpoint]:
+    """Returns the endpoints below `root` that sample, in all APIs."""
+
+    def endpoint(
+        *, is_chat: bool = True, dialect: Callable[[], ChatDialect] | None = None
+    ) -> Endpoint:
+        return lambda request: answer(request, is_chat, dialect() if dialect else None)
+
+    messages = endpoint(dialect=MessagesDialect)
+    return {
+        f"POST {root}/completions": endpoint(is_chat=False),
+        f"POST {root}/chat/completions": endpoint(),
+        f"POST {root}/responses": endpoint(dialect=ResponsesDialect),
+        f"POST {root}/messages": messages,
+        f"POST {root}/v1/messages": messages,  # Anthropic's client adds /v1
+    }
 
 
 def app_of(endpoints: Mapping[str, Endpoint]) -> Starlette:

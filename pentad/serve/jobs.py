@@ -8,7 +8,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
@@ -230,32 +230,15 @@ PLAIN = DataSource(data=DatasetConfig(), key="prompt")
 class Job:
     """An HTTP request, ready to run: a sampler's request for each prompt, with n choices."""
 
-    kind: Literal["chat", "completion"]
+    body: ChatBody | CompletionBody
     id: str
     requests: tuple[Request, ...]
-    n: int
-    wants_logprobs: bool
-    is_streamed: bool
-    wants_usage: bool
-    wants_ids: bool
     reads_calls: bool = False
     """Whether tool calls in the answer are parsed."""
 
-    @classmethod
-    def of(
-        cls, body: ChatBody | CompletionBody, id: str, requests: tuple[Request, ...], **more: bool
-    ) -> Job:
-        return cls(
-            kind="chat" if isinstance(body, ChatBody) else "completion",
-            id=id,
-            requests=requests,
-            n=body.n,
-            wants_logprobs=body.wants_logprobs,
-            is_streamed=body.stream,
-            wants_usage=body.stream_options.include_usage,
-            wants_ids=body.return_token_ids,
-            **more,
-        )
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
 
     @property
     def params(self) -> SamplingParams:
@@ -338,7 +321,7 @@ def build_job(
             check_request(request, limits)
         except UserError as error:
             raise ApiError(str(error).replace(f"request {request.id}: ", "")) from error
-    return Job.of(body, name, requests, reads_calls=reads_calls)
+    return Job(body=body, id=name, requests=requests, reads_calls=reads_calls)
 
 
 def check_length(num_prompt: int, max_new_tokens: int, limits: RequestLimits) -> None:

@@ -7,9 +7,11 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from pentad.core.errors import RunError, first_cause
+from pentad.core.tasks import end
 from pentad.core.types import Generation, Request, TopTokens
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
@@ -54,30 +56,19 @@ class TextWork:
 def in_thread(action: Callable[[], Any]) -> asyncio.Future[Any]:
     """Runs the action in a daemon thread, which does not keep the process from exiting; returns a
     future of the result."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, failure: BaseException | None) -> None:
-        if future.done():
-            return
-        if failure is None:
-            future.set_result(result)
-        elif isinstance(failure, StopIteration):  # a future does not accept it
-            future.set_exception(RuntimeError(repr(failure)))
-        else:
-            future.set_exception(failure)
+    done: Future[Any] = Future()
 
     def run() -> None:
-        result, failure = None, None
+        if not done.set_running_or_notify_cancel():
+            return
         try:
-            result = action()
+            done.set_result(action())
         except BaseException as error:  # exit() in a program counts as its error
-            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            done.set_exception(error if is_plain else RuntimeError(repr(error)))
 
     threading.Thread(target=run, name=getattr(action, "__name__", "work"), daemon=True).start()
-    return future
+    return asyncio.wrap_future(done)
 
 
 T = TypeVar("T")
@@ -131,14 +122,14 @@ class Service:
             await end(work)
         for index, generation in enumerate(generations):
             await emit(answer.closing(index, generation))
-        if job.wants_usage:
+        if job.body.stream_options.include_usage:
             await emit(answer.final_usage(sum(len(g.ids) for g in generations)))
 
     async def _generate(self, job: Job, on_token: OnTopToken | None) -> list[Generation]:
         """Returns one generation per choice: those of the first prompt, then those of the next.
         Limits the share of the engine for a request with many prompts."""
         max_running = self.sampler.engine.settings.rollout.max_sequences
-        free = asyncio.Semaphore(max(1, int(SHARE * max_running) // job.n))
+        free = asyncio.Semaphore(max(1, int(SHARE * max_running) // job.body.n))
 
         async def one(place: int, request: Request) -> list[Generation]:
             async with free:
@@ -148,7 +139,7 @@ class Service:
                 return await self.sampler.generate(
                     request,
                     lambda i, token, logprob: on_token(
-                        place * job.n + i, token, logprob, tops.get(i, [])
+                        place * job.body.n + i, token, logprob, tops.get(i, [])
                     ),
                     tops.__setitem__,
                 )
@@ -182,14 +173,6 @@ async def _emit_some(emit: EmitEvent, chunk: dict[str, Any] | None) -> None:
         await emit(chunk)
 
 
-async def end(task: asyncio.Task[Any]) -> None:
-    """Cancels a task, waits until it has ended, and retrieves its exception."""
-    task.cancel()
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()
-
-
 class ClientGone(Exception):
     """The client closed the connection before the answer was complete."""
 
@@ -205,5 +188,4 @@ async def while_connected(
             return task.result()
         raise ClientGone
     finally:
-        await end(watch)
-        await end(task)
+        await end(watch, task)

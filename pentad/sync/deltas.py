@@ -19,9 +19,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from pentad.core.errors import RunError
 from pentad.core.roles import TensorPairs
 from pentad.ops.digest import WeightDigest, digest_of
-from pentad.sync.published import INDEX, PublishedWeights, by_width, make_file
+from pentad.sync.published import INDEX, PublishedWeights, by_width, make_file, no_room
 from pentad.weights.hf import FileLayout
 from pentad.weights.transfer import TensorInfo
 
@@ -81,7 +82,7 @@ class VersionPlan:
 
     def make(self) -> Tensor | None:
         """Makes links, index and the new file; returns the file's memory if a tensor changed.
-        OSError if a link cannot be made; RunError without disk space."""
+        OSError if links or index cannot be made; RunError without disk space."""
         folder = self.written.folder
         folder.mkdir(mode=0o700)
         try:
@@ -124,6 +125,24 @@ def plan_version(
         sizes |= {file: base.sizes[file] for file in set(files.values()) - {newest}}
     written = WrittenVersion(version, digest, folder, files, sizes)
     return VersionPlan(written, base if same else None, layout, newest)
+
+
+def make_version(
+    version: int,
+    folder: Path,
+    infos: Mapping[str, TensorInfo],
+    digest: WeightDigest,
+    base: WrittenVersion | None,
+) -> tuple[VersionPlan, Tensor | None]:
+    """Plans and makes the folder of a version; of all tensors if the file system has no links.
+    Returns the memory of its new file too, if a tensor changed. RunError without disk space."""
+    plan = plan_version(version, folder, infos, digest, base)
+    try:
+        return plan, plan.make()
+    except OSError as error:
+        if plan.base is None:
+            raise RunError(no_room(folder, plan.layout.num_bytes, error)) from error
+    return make_version(version, folder, infos, digest, None)
 
 
 def module_of(name: str) -> str:

@@ -32,7 +32,7 @@ from pentad.ops.digest import (
     is_of_words,
     tensor_checksum,
 )
-from pentad.sync.deltas import VersionPlan, WrittenVersion, plan_version
+from pentad.sync.deltas import VersionPlan, WrittenVersion, make_version, plan_version
 from pentad.sync.published import (
     WEIGHTS,
     WRITING,
@@ -154,10 +154,16 @@ class ShardWriter:
         except (OSError, RuntimeError) as error:
             failure = f"{path.parent}: rank {self.rank} cannot write weights ({error})"
         digest = digest_from(self._agree(failure, sums), self.infos)
+        has_links = base is not None
+        if self.rank == 0:
+            try:
+                made, _ = make_version(version, path, self.infos, digest, base)
+                has_links = made.base is not None
+            except RunError as error:
+                failure = str(error)
+        if not self._agree(failure, has_links)[0]:
+            base = None
         plan = plan_version(version, path, self.infos, digest, base)
-        if not self._is_made(plan):  # a file system without links
-            plan = plan_version(version, path, self.infos, digest, None)
-            self._is_made(plan)
         self.is_whole = True
         mine = [block for block in self.blocks if block.name in plan.changed]
         try:
@@ -169,21 +175,6 @@ class ShardWriter:
         self.base = plan.written
         writers = [rank for rank, writes in enumerate(found) if writes]
         return Publish(plan.published(writers), digest, None)
-
-    def _is_made(self, plan: VersionPlan) -> bool:
-        """Makes the folder on rank 0; returns False if that fails with links, else raises."""
-        failure, is_made = "", True
-        try:
-            if self.rank == 0:
-                plan.make()
-        except RunError as error:
-            failure = str(error)
-        except OSError as error:
-            failure = (
-                "" if plan.base else no_room(plan.written.folder, plan.layout.num_bytes, error)
-            )
-            is_made = False
-        return bool(self._agree(failure, is_made)[0])
 
     def close(self) -> None:
         """Waits for the background write; its outcome is in the marker file."""

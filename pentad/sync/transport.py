@@ -1,8 +1,7 @@
-"""Transports of weights to servers: to vLLM's workers by a file, by broadcast, or by CUDA IPC on
-one GPU.
+"""Transports of weights to servers: by a file, by broadcast, or by reference on one GPU (CUDA IPC
+for vLLM, pickles for SGLang).
 
 Each transport returns the workers' receipts, which contain the digest of the received weights.
-SGLang receives the same files and broadcasts, and tensors as pickles.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import base64
 import io
 import json
 import socket
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
@@ -36,7 +36,7 @@ from pentad.weights.transfer import TensorInfo
 T = TypeVar("T")
 Receipts = list[dict[str, Any]]
 Ask = Callable[..., Awaitable[Receipts]]
-"""`ask(method, argument)`: calls a method of all workers; raises InfraFailure if one failed."""
+"""`ask(method, *arguments)`: calls a method of all workers; raises InfraFailure if one failed."""
 JOIN_TIMEOUT_S = 300.0
 """Time limit for all workers to join a group, in seconds."""
 
@@ -108,10 +108,18 @@ class Broadcast(Transport):
     started the workers on this machine, the rendezvous is a folder that no other user can open.
     """
 
-    def __init__(self, address: str, num_workers: int, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        num_workers: int,
+        folder: Path | None = None,
+        *,
+        uses_helper: bool = False,
+    ) -> None:
         """`folder`: for the rendezvous; None: workers may be on another machine or of another
-        user."""
+        user. `uses_helper`: whether workers join by torch's helper, as SGLang's do."""
         self.host = own_host(address)
+        self.uses_helper = uses_helper
         self.world = num_workers + 1
         self.group: BroadcastGroup | None = None
         self.folder = folder
@@ -142,7 +150,12 @@ class Broadcast(Transport):
         else:
             store = dist.TCPStore(self.host, 0, self.world, True, timeout, wait_for_workers=False)
             place = {"host": self.host, "port": store.port}
-        more = {"world": self.world, "backend": backend, "timeout_s": JOIN_TIMEOUT_S}
+        name = f"pentad-{uuid.uuid4().hex[:8]}"  # the workers still have the older groups
+        place |= {"name": name, "world": self.world, "backend": backend}
+        if self.uses_helper:  # it derives keys from the group's name and device
+            for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
+                store = dist.PrefixStore(prefix, store)
+        more = {"timeout_s": JOIN_TIMEOUT_S}
         joining = asyncio.ensure_future(ask("pentad_join", json.dumps(place | more)))
         make = asyncio.to_thread(weight_group, store, 0, self.world, backend, timeout)
         return await together(make, joining)
@@ -191,17 +204,20 @@ class CudaIpc(Transport):
         return await ask("pentad_open", json.dumps(handles))
 
 
-# For SGLang, which has its own groups and reads pickles.
+# For SGLang, which reads pickles.
+
+BUCKET_BYTES = 1 << 29
 
 
-def update_group(host: str, port: int, world: int, backend: str, name: str) -> BroadcastGroup:
-    """Joins, as rank 0, the group whose other ranks SGLang makes with torch's helper: uses the
-    store keys that the helper derives from the group's name and device."""
-    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
-    store: dist.Store = dist.TCPStore(host, port, world, True, timeout, wait_for_workers=False)
-    for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
-        store = dist.PrefixStore(prefix, store)
-    return weight_group(store, 0, world, backend, timeout)
+class Pickles(Transport):
+    """Sends CUDA tensors as references, others through shared memory: same machine only."""
+
+    async def send(self, weights: TensorPairs, ask: Ask, *, is_part: bool = False) -> Receipts:
+        assert not is_part, "pickles have all tensors"
+        buckets = list(in_buckets(weights, BUCKET_BYTES))
+        for number, bucket in enumerate(buckets, start=1):
+            receipts = await ask("pentad_unpickle", packed(bucket), number == len(buckets))
+        return receipts
 
 
 def in_buckets(weights: TensorPairs, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentad.core.errors import RunError
 from pentad.ops.digest import WeightDigest, digest_of
-from pentad.sync.deltas import WrittenVersion, plan_version
+from pentad.sync.deltas import WrittenVersion, make_version
 from pentad.sync.published import (
     Kind,
     PublishedWeights,
@@ -29,7 +28,6 @@ from pentad.sync.published import (
     copy_pairs,
     infos_of,
     make_buffer,
-    no_room,
     open_weights,
     share_on_gpu,
     wait_written,
@@ -50,7 +48,6 @@ class PublishedVersion:
     and digest, so that a whole model need not be kept."""
     kept: Tensor | None = None
     """A buffer that receivers read in place."""
-    num_readers: int = 0
     is_elsewhere: bool = False
     """Whether another process published them."""
     written: WrittenVersion | None = None
@@ -94,7 +91,7 @@ class WeightsDir:
         self.kind = kind
         self.deltas = deltas
         self.read: list[PublishedVersion] = []
-        """Versions with readers."""
+        """The version of each reader."""
         self.folder = folder
         """Parent of the folders of weights; its owner removes it."""
         self.release: Callable[[int], None] = lambda version: None
@@ -149,17 +146,15 @@ class WeightsDir:
     @contextmanager
     def reading(self, published: PublishedVersion) -> Iterator[PublishedWeights]:
         """While active, the version stays valid even if a newer one is published."""
-        published.num_readers += 1
         self.read.append(published)
         try:
             yield published.weights
         finally:
-            published.num_readers -= 1
             self.read.remove(published)
             self._end(published)
 
     def _end(self, published: PublishedVersion) -> None:
-        if published is self.newest or published.num_readers:
+        if published is self.newest or published in self.read:
             return
         published.kept, published.source = None, ()
         if published.weights.kind != "ipc":
@@ -189,14 +184,7 @@ class WeightsDir:
         path = self.folder / f"{version}-{next(_numbers)}"
         if self.kind != "file":
             return PublishedVersion(write_pairs(version, pairs, known.hex(), path), source)
-        plan = plan_version(version, path, infos, known, base if self.deltas else None)
-        try:
-            room = plan.make()
-        except OSError as error:
-            if plan.base is None:
-                raise RunError(no_room(path, plan.layout.num_bytes, error)) from error
-            plan = plan_version(version, path, infos, known, None)  # a file system without links
-            room = plan.make()
+        plan, room = make_version(version, path, infos, known, base if self.deltas else None)
         if room is not None:
             changed = [(name, tensor) for name, tensor in pairs if name in plan.changed]
             copy_pairs(plan.layout.views(room), changed)

@@ -51,7 +51,7 @@ async def try_completions(
     for what, text in completions.items():
         sample = sample_of(prompt, text, stream.tokenizer)
         started = time.perf_counter()
-        [result] = await scorer.judge(prompt, [sample], max_retries=0)
+        [result] = await scorer.judge(prompt, [sample], repeats=False)
         taken_s = time.perf_counter() - started
         where = stream.rows.where(row)
         trials.append(Trial(prompt, row, where, what, text, result, taken_s))

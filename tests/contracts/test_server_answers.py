@@ -22,6 +22,7 @@ from pentad.models.hf_weights import iter_hf
 from pentad.ops.digest import digest_of
 from pentad.rollout.workflows import SingleTurn
 from pentad.samplers import sglang, vllm
+from pentad.sync.group import PROTOCOL
 
 GENERATE = "/inference/v1/generate"
 WEIGHTS = list(iter_hf(policy(1)))
@@ -70,7 +71,7 @@ class ScriptedVllm:
             return told if isinstance(told, Response) else JSONResponse(told)
         if path == "/collective_rpc":
             receipts = {
-                "pentad_about": {"protocol": vllm.PROTOCOL, "label": self.label},
+                "pentad_about": {"protocol": PROTOCOL, "label": self.label},
                 "pentad_held": {"held": self.held},
                 "pentad_load_file": {"num_tensors": len(WEIGHTS), "digest": "d" * 32},
             }
@@ -273,7 +274,7 @@ def test_a_server_that_was_started_anew_is_not_well(model_folder):
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/collective_rpc", {"results": [{"protocol": vllm.PROTOCOL, "error": "no memory"}]}),
+        ("/collective_rpc", {"results": [{"protocol": PROTOCOL, "error": "no memory"}]}),
         ("/update_weight_version", PlainTextResponse("no", status_code=500)),
     ],
 )

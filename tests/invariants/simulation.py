@@ -20,12 +20,13 @@ import torch
 
 from pentad.core.errors import DataFailure, GivenUp, InfraFailure, RunError, Transient
 from pentad.core.roles import Installed
+from pentad.core.tasks import end
 from pentad.core.types import Generation, Group, Prompt, Sample
 from pentad.data.ledger import Ledger
 from pentad.data.prompts import RejectedPrompt
 from pentad.data.store import MemoryStore
 from pentad.rollout.drafts import Draft
-from pentad.rollout.executor import ended
+from pentad.rollout.executor import GRACE_S
 from pentad.sync.publisher import Publisher, Snapshot, take_snapshot
 from pentad.trainer.pumps.oversampling import Oversampling
 from pentad.trainer.pumps.rollout_pump import RolloutPump
@@ -446,7 +447,7 @@ class Simulation:
                     self.num_carried += 1
                 raise
             finally:
-                await ended(working)
+                await end(working, timeout_s=GRACE_S)
             if working.done() and not working.cancelled():
                 if (versions := working.result()) is not None:
                     break

@@ -21,7 +21,6 @@ from pentad.config.rules.rule import RunFacts
 from pentad.config.run_process import RunProcess
 from pentad.config.schema import Config
 from pentad.config.topology import Topology, facts_of, topology
-from pentad.core.device import DTYPES
 from pentad.core.dims import ModelDims
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError, raise_problems
 from pentad.core.roles import Sampler
@@ -31,9 +30,6 @@ from pentad.core.specs import absolute
 from pentad.data.tokenizer import Tokenizer
 from pentad.infer.sampler import EmbeddedSampler
 from pentad.infer.section import SamplerSettings
-from pentad.models.language_model import LanguageModel
-from pentad.models.lora import share_weights
-from pentad.models.registry import blank_model, build_model, build_unfiled, load_to_sample
 from pentad.planner.plan import choose_device
 from pentad.planner.remedies import shares_by_gpu
 from pentad.rollout.section import RolloutConfig
@@ -42,17 +38,17 @@ from pentad.runtime.local_roles import LocalRuntime
 from pentad.runtime.nodes import NodeRuntime
 from pentad.runtime.restarts import RestartPolicy
 from pentad.runtime.roles import RoleSpec, Runtime
-from pentad.samplers import hosted_server, remote, server_key, sglang, vllm
+from pentad.samplers import hosted_server, remote, server_key
+from pentad.samplers.hosted_server import DIALECTS
 from pentad.samplers.process import ServerSettings, check_installed, server_python
 from pentad.samplers.remote import HostedSettings, Lend, RoleSampler
 from pentad.samplers.replica import NewestWeights, Replica, Start
-from pentad.samplers.started_server import HeldWeights, StartedServer
+from pentad.samplers.started_server import HeldWeights, StartedServer, attach_server, start_server
 from pentad.sync.published import Kind
 from pentad.sync.weights_dir import WeightsDir
 
 log = logging.getLogger(__name__)
 
-ATTACH = {"vllm": vllm.attach, "sglang": sglang.attach}
 PLACED = ("ray", "srun")
 """Starters of servers on other machines."""
 
@@ -86,8 +82,7 @@ class SamplerOpener:
         if config.rollout.server.addresses:
             samplers = await self._attach()
         elif self._is_embedded and self.placed.is_one_process:
-            given = config, self.dims, self.tokenizer, self.device, self.base
-            sampler = embedded_sampler(*given)
+            sampler = self._embedded()
             self.stack.push_async_callback(sampler.close)
             samplers = {"embedded": sampler}
         elif self._is_embedded or any(one.started_by in PLACED for one in self.placed.samplers):
@@ -105,6 +100,16 @@ class SamplerOpener:
     @property
     def _backend(self) -> str:
         return self.config.component("rollout").backend
+
+    def _embedded(self) -> EmbeddedSampler:
+        """Makes a sampler of this process, over the tensors of `base` or with separate memory."""
+        given = self._hosted(0).model_copy(update={"device": str(self.device)})
+        if self.base is None:
+            model = remote.own_model(given)
+        else:
+            model = remote.shared_model(self.base, given)
+        decode = partial(self.tokenizer.decode, keep_special=True)
+        return remote.sampler_over(model, given, decode)
 
     def open_weights_dir(self, *, is_spread: bool) -> WeightsDir:
         """Opens the transport of weights between processes: shared memory, or a folder on a shared
@@ -125,8 +130,10 @@ class SamplerOpener:
         made: dict[str, Sampler] = {}
         addresses = self.config.rollout.server.addresses
         for index, (one, address) in enumerate(zip(self.placed.samplers, addresses, strict=True)):
-            made[one.name] = await ATTACH[self._backend](address, self._server_settings(index))
-            self.stack.push_async_callback(made[one.name].close)
+            settings = self._server_settings(index)
+            server = await attach_server(DIALECTS[self._backend], address, settings)
+            made[one.name] = server
+            self.stack.push_async_callback(server.close)
         return made
 
     async def _open_servers(self) -> dict[str, Sampler]:
@@ -134,7 +141,7 @@ class SamplerOpener:
 
         async def start(name: str, settings: ServerSettings, generation: int) -> StartedServer:
             log_file = self.log_folder / f"{name}.log"
-            return await hosted_server.START[self._backend](settings, name, log_file)
+            return await start_server(DIALECTS[self._backend], settings, name, log_file)
 
         starts = {
             one.name: partial(start, one.name, self._server_settings(index))
@@ -221,8 +228,8 @@ class SamplerOpener:
         )
 
     def _hosted(self, num_cores: int) -> HostedSettings:
-        """Settings of an embedded sampler in another process, equal to `embedded_sampler` in this
-        one: at staleness 0 both give bitwise equal samples."""
+        """Settings of an embedded sampler, in this process or another one: at staleness 0 both give
+        bitwise equal samples."""
         config, threads = self.config, torch.get_num_threads()
         folder = str(Path(config.model_folder()).resolve())
         return HostedSettings(
@@ -270,35 +277,6 @@ def topology_on(config: Config, device: torch.device) -> Topology:
 
 def is_deterministic(config: Config) -> bool:
     return config.actor.archon.use_deterministic_algorithms
-
-
-def embedded_sampler(
-    config: Config,
-    dims: ModelDims,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    base: Mapping[str, Tensor] | None = None,
-) -> EmbeddedSampler:
-    """Makes an embedded sampler over the tensors of `base`, or with separate memory; with an
-    adapter it then loads the frozen weights of the folder."""
-    dtype = DTYPES[config.actor.compute_dtype(device.type)]
-    model: LanguageModel
-    if base is not None:
-        model = build_model(dims, device="meta", dtype=dtype)
-        share_weights(model, base)
-    elif config.actor.lora is not None:
-        model = load_to_sample(
-            config.model_folder(), device=device, dtype=dtype, dequantize=config.actor.dequantize
-        )
-    elif not dims.is_whole:
-        model = build_unfiled(config.model_folder(), device=device, dtype=dtype)
-    else:
-        model = blank_model(dims, device=device, dtype=dtype)
-    return EmbeddedSampler(
-        model,
-        sampler_settings(config, dims),
-        decode=lambda ids: tokenizer.decode(ids, keep_special=True),
-    )
 
 
 def server_settings(

@@ -94,6 +94,7 @@ def test_a_judge_that_keeps_failing_drops_the_group(model, said, why):
     with pytest.raises(DataFailure, match=rf"m at http.* no verdict in 2 tries.*{why}") as caught:
         scored(model, ["fine", "bad"])
     assert caught.value.reason == "reward_judge"
+    assert sum("bad" in question for question, _ in model.asked) == 2, "max_retries is 1"
 
 
 def test_a_key_that_is_not_there_is_refused(model):

@@ -41,7 +41,7 @@ def scoring(tmp_path, source, use, num_workers=1, timeout_s=60.0):
 
 
 async def all_at_once(scorer, groups):
-    return await asyncio.gather(*(scorer.judge(g.prompt, g.samples, max_retries=0) for g in groups))
+    return await asyncio.gather(*(scorer.judge(g.prompt, g.samples, repeats=False) for g in groups))
 
 
 PID = "def reward(completion): return os.getpid()"

@@ -37,7 +37,7 @@ def group_of(texts, answer="42", **fields) -> Group:
 
 def score(fn, group: Group, use=None, **changes) -> Group:
     """Scores one group, or does what `use(scorer)` says."""
-    beside = {"seed", "max_retries", "answer_field"} & {*changes}
+    beside = {"seed", "answer_field"} & {*changes}
     beside = {name: changes.pop(name) for name in beside}
     keys = {"num_workers": 1, "timeout_s": 20.0} | changes
 

@@ -13,6 +13,7 @@ from pentad.core.types import Generation, Request, SamplingParams
 from pentad.data.tokenizer import load_tokenizer
 from pentad.serve.answers import Answer
 from pentad.serve.jobs import Job, read_calls
+from pentad.serve.wire import ChatBody
 
 HERMES = (
     "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n"
@@ -116,14 +117,9 @@ def answers(tokenizer, text, finish="stop"):
     params = SamplingParams(max_new_tokens=99, stop_ids=tokenizer.stop_ids)
     ids = tokenizer.encode(text) + ([tokenizer.eos_id] if finish == "stop" else [])
     job = Job(
-        kind="chat",
+        body=ChatBody(model="tiny", messages=[{"role": "user", "content": "x"}]),
         id="x",
         requests=(Request(id="x", prompt_ids=(1,), params=params, seeds=(0,)),),
-        n=1,
-        wants_logprobs=False,
-        is_streamed=False,
-        wants_usage=False,
-        wants_ids=False,
         reads_calls=True,
     )
     generation = Generation(ids, [0.0] * len(ids), [0] * len(ids), finish)

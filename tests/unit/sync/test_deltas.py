@@ -106,6 +106,25 @@ def test_only_what_changed_is_written_and_everybody_ends_with_all(tmp_path, way)
 
 
 @pytest.mark.parametrize("way", ["own", "ranks"])
+def test_a_file_system_without_links_gets_all_tensors(tmp_path, way, monkeypatch):
+    def refused(*_):
+        raise OSError(1, "Operation not permitted")
+
+    async def main():
+        learner = Learner(way, tmp_path)
+        first = Receiver(learner.weights_dir)
+        await learner.publish([first], 1)
+        monkeypatch.setattr("os.link", refused)
+        for version in (2, 3):
+            learner.step()
+            assert await learner.publish([first], version) >= WHOLE
+            check(first, learner)
+            assert first.version == version
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", ["own", "ranks"])
 def test_who_holds_the_base_reads_the_new_file_alone(tmp_path, way):
     async def main():
         learner = Learner(way, tmp_path)
