@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pentad.core.types import Generation, Group, Prompt, Request, Sample
-from pentad.samplers.dialect import flaw_of
+from pentad.samplers.answers import flaw_of
 
 
 def nothing() -> None:
