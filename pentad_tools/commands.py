@@ -113,7 +113,7 @@ def chaos(
     if list_:
         list_scenarios()
         return
-    recipe = read_recipe(words, None, {}) if words else None
+    recipe = read_recipe(words) if words else None
     code = run_chaos(recipe, scenario or [], command=command, seed=seed, num_soak=soak, keep=keep)
     raise Exit(code)
 

@@ -1,7 +1,7 @@
 """What the rules on models and layouts find, and those of a start."""
 
 from pentad.config.rules import layout, model, start
-from pentad.config.rules.rule import RunFacts, StartFacts
+from pentad.config.rules.rule import RunFacts
 from pentad.core.errors import Problem
 
 
@@ -12,7 +12,7 @@ def check_layout(config, command="plan", bad=frozenset()) -> list[Problem]:
 
 
 def start_facts(kind, command="train", num_gpus=8) -> RunFacts:
-    return RunFacts(command=command, device=kind, start=StartFacts(num_gpus))
+    return RunFacts(command=command, device=kind, num_gpus=num_gpus)
 
 
 def unbuilt(config, command="train") -> list[Problem]:

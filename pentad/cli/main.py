@@ -17,7 +17,6 @@ from typer import Argument, Exit, Option
 
 from pentad.cli.errors import leaving, reporting
 from pentad.cli.options import (
-    AdapterOption,
     ConvertOptions,
     DeviceOption,
     Figures,
@@ -25,13 +24,7 @@ from pentad.cli.options import (
     ServeOptions,
     takes_options,
 )
-from pentad.cli.recipe import (
-    EVAL_OPTIONS,
-    Recipe,
-    adapter_keys,
-    read_subject,
-    takes_recipe,
-)
+from pentad.cli.recipe import Recipe, takes_recipe, takes_subject
 from pentad.cli.runs import SMOKE_STEPS, run_command
 
 app = typer.Typer(
@@ -251,35 +244,9 @@ def reward(
 
 @app.command(name="eval")
 @reporting
+@takes_subject
 def evaluate(
-    words: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="MODEL|RECIPE KEY=VALUE",
-            help="A model's folder or Hub name, or a YAML file; then overrides.",
-        ),
-    ] = None,
-    data: Annotated[str | None, Option(help="JSONL, Parquet or a saved HF dataset.")] = None,
-    reward: Annotated[str | None, Option(help="gsm8k, math, ..., or your own.")] = None,
-    samples: Annotated[int | None, Option(help="Answers per prompt; default: 1.")] = None,
-    temperature: Annotated[
-        float | None, Option(help="Sampling temperature; default: 0, greedy.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, Option(help="Most tokens of an answer; default: 256.")
-    ] = None,
-    limit: Annotated[int | None, Option(help="Use only this many rows, from the start.")] = None,
-    format: Annotated[str | None, Option(help="auto, jsonl, parquet or hf.")] = None,
-    prompt_key: Annotated[str | None, Option(help="Column with the prompt.")] = None,
-    messages_key: Annotated[str | None, Option(help="Column with chat messages.")] = None,
-    answer_key: Annotated[str | None, Option(help="Column with the right answer.")] = None,
-    chat: Annotated[
-        bool | None, Option("--chat/--no-chat", help="Apply the chat template to prompts.")
-    ] = None,
-    address: Annotated[
-        str | None, Option(help="OpenAI-compatible server of the model, instead of this process.")
-    ] = None,
-    adapter: AdapterOption = None,
+    subject: Recipe,
     json: Figures = False,
     out: Annotated[Path | None, Option(help="JSONL file for every answer.")] = None,
     device: DeviceOption = "auto",
@@ -288,10 +255,7 @@ def evaluate(
 
     For example: pentad eval models/m --data test.jsonl --reward gsm8k --prompt-key question
     """
-    given = {name: value for name, value in locals().items() if name in EVAL_OPTIONS}
-    given["address"] = None if address is None else [address]
-    given["adapter"] = None if adapter is None else adapter_keys(adapter)
-    config, _ = read_subject(words or [], given).prepare("eval")
+    config, _ = subject.prepare("eval")
     from pentad.cli.evaluate import run_eval_command
 
     run_eval_command(config, out=out, as_json=json, device=device)

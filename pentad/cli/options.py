@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-AdapterOption = Annotated[
-    str | None, Option("--adapter", help="PEFT folder, unmerged beside the model's weights.")
-]
+ADAPTER_HELP = "PEFT folder, unmerged beside the model's weights."
+AdapterOption = Annotated[str | None, Option("--adapter", help=ADAPTER_HELP)]
 DequantizeOption = Annotated[
     bool, Option("--dequantize", help="Read quantised weights (fp8, MXFP4) as 16-bit ones.")
 ]

@@ -39,6 +39,10 @@ from pentad.planner.remedies import Remedy, propose, propose_adapter, propose_ho
 MAX_DATA_BYTES = 512 << 20
 """Rows of larger datasets are not counted, to keep `plan` quick."""
 MAX_STAGE_ROWS = 32
+TRAIN_ADAPTER = "Or train an adapter on the same devices (actor.lora, docs/lora.md):"
+KEEP_ON_HOST = (
+    "Or keep weights and optimizer state in host memory (slower, {host} GiB per machine):"
+)
 ON_EXAMPLES_NAMES = {"log-prob": "forward", "publish": "export"}
 """Other names of phases in a run without a sampler, where held-out rows and a reference need only a
 forward pass."""
@@ -100,8 +104,8 @@ def show_plan(plan: RunPlan, looked: Looked, as_json: bool) -> None:
     with console.capture() as captured:
         page = Page(plan, looked, remedies, console)
         page.show()
-        page.show_adapter(adapter)
-        page.show_host(host)
+        page.alternative(TRAIN_ADAPTER, adapter)
+        page.alternative(KEEP_ON_HOST, host)
     # Tables pad their last column.
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
@@ -379,15 +383,9 @@ class Page:
                 "All of it is not enough: use more devices, a smaller model or shorter answers."
             )
 
-    def show_adapter(self, remedies: list[Remedy]) -> None:
+    def alternative(self, text: str, remedies: list[Remedy]) -> None:
         if remedies:
-            self.say("Or train an adapter on the same devices (actor.lora, docs/lora.md):")
-            self.remedy_table(remedies)
-
-    def show_host(self, remedies: list[Remedy]) -> None:
-        if remedies:
-            need = f"slower, {gib(remedies[-1].host_bytes)} GiB per machine"
-            self.say(f"Or keep weights and optimizer state in host memory ({need}):")
+            self.say(text.format(host=gib(remedies[-1].host_bytes)))
             self.remedy_table(remedies)
 
     def remedy_table(self, remedies: list[Remedy]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pentad.cli.options import ADAPTER_HELP
 from pentad.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ class Switch:
     key: str
     type: type
     help: str
+    given_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the option: that of the key, unless another is given."""
+        return self.given_name or self.key
 
 
 SWITCHES = (
@@ -52,22 +59,31 @@ SWITCHES = (
     Switch("offload_rollout", bool, "Free the sampler's memory during training."),
 )
 
-EVAL_OPTIONS = {
-    "data": "valid_dataset.path",
-    "format": "valid_dataset.format",
-    "prompt_key": "valid_dataset.prompt_key",
-    "messages_key": "valid_dataset.messages_key",
-    "answer_key": "valid_dataset.answer_key",
-    "chat": "valid_dataset.chat_template",
-    "limit": "valid_dataset.limit",
-    "reward": "reward.fn",
-    "samples": "evaluator.n_samples",
-    "temperature": "evaluator.temperature",
-    "max_new_tokens": "evaluator.max_new_tokens",
-    "address": "rollout.server.addresses",
-    "adapter": "actor.lora",
-}
-"""Option of `eval` -> the key it sets."""
+EVAL_SWITCHES = (
+    Switch("valid_dataset.path", str, "JSONL, Parquet or a saved HF dataset.", "data"),
+    Switch("reward.fn", str, "gsm8k, math, ..., or your own.", "reward"),
+    Switch("evaluator.n_samples", int, "Answers per prompt; default: 1.", "samples"),
+    Switch(
+        "evaluator.temperature", float, "Sampling temperature; default: 0, greedy.", "temperature"
+    ),
+    Switch(
+        "evaluator.max_new_tokens", int, "Most tokens of an answer; default: 256.", "max_new_tokens"
+    ),
+    Switch("valid_dataset.limit", int, "Use only this many rows, from the start.", "limit"),
+    Switch("valid_dataset.format", str, "auto, jsonl, parquet or hf.", "format"),
+    Switch("valid_dataset.prompt_key", str, "Column with the prompt.", "prompt_key"),
+    Switch("valid_dataset.messages_key", str, "Column with chat messages.", "messages_key"),
+    Switch("valid_dataset.answer_key", str, "Column with the right answer.", "answer_key"),
+    Switch("valid_dataset.chat_template", bool, "Apply the chat template to prompts.", "chat"),
+    Switch(
+        "rollout.server.addresses",
+        str,
+        "OpenAI-compatible server of the model, instead of this process.",
+        "address",
+    ),
+    Switch("actor.lora", str, ADAPTER_HELP, "adapter"),
+)
+"""Options of `eval`, which evaluates a model or a recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +117,33 @@ class Recipe:
 
 def takes_recipe(command: Callable[..., None], *, switches: bool = True) -> Callable[..., None]:
     """Adds the options of a recipe to a command whose first argument is a `Recipe`."""
+    more = _switch_parameters() if switches else []
+    return _reads(read_recipe, [_WORDS, _CONFIG, *more], command)
+
+
+def takes_subject(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds a model or a recipe, and the options of `eval`, to a command with a `Recipe`."""
+    return _reads(read_subject, [_SUBJECT, *map(_parameter_of, EVAL_SWITCHES)], command)
+
+
+def _reads(
+    read: Callable[..., Recipe], given: list[inspect.Parameter], command: Callable[..., None]
+) -> Callable[..., None]:
+    """The command with the parameters of `read` in place of its first one."""
 
     @functools.wraps(command)
-    def wrapped(words: list[str] | None, config: Path | None, **options: Any) -> None:
+    def wrapped(words: list[str] | None, **options: Any) -> None:
         rest = {name: options.pop(name) for name in own_names}
-        command(read_recipe(words or [], config, options), **rest)
+        command(read(words or [], **options), **rest)
 
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
     own_names = [parameter.name for parameter in own]
-    parameters = [*_RECIPE_PARAMETERS, *(_switch_parameters() if switches else ()), *own]
-    by_name = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*given, *own)]
     vars(wrapped)["__signature__"] = inspect.Signature(by_name)
     return wrapped
 
 
-def read_recipe(words: list[str], config: Path | None, options: Mapping[str, object]) -> Recipe:
+def read_recipe(words: list[str], config: Path | None = None, **options: object) -> Recipe:
     """Separates words into recipe and overrides, and converts switches to overrides."""
     problems: list[Problem] = []
     overrides = list(words)
@@ -128,18 +156,20 @@ def read_recipe(words: list[str], config: Path | None, options: Mapping[str, obj
     return Recipe(config, overrides, problems)
 
 
-def read_subject(words: list[str], options: Mapping[str, object]) -> Recipe:
+def read_subject(words: list[str], **options: Any) -> Recipe:
     """The recipe of `eval`, from a recipe file or a model folder; named options set keys."""
     if not words or OVERRIDE.match(words[0]):
         remedy = "name a model's folder or a YAML file, for example: pentad eval models/m --data d"
         raise UserError(Problem("model", "is not given", remedy))
     subject, *overrides = words
     problems: list[Problem] = []
-    found = [
-        (_option(name), EVAL_OPTIONS[name], json.dumps(value))
-        for name, value in options.items()
-        if value is not None
-    ]
+    found: list[tuple[str, str, object]] = []
+    for switch in EVAL_SWITCHES:
+        value = options.get(switch.name)
+        if value is not None:
+            made = {"address": lambda value: [value], "adapter": adapter_keys}.get(switch.name)
+            text = json.dumps(value if made is None else made(value))
+            found.append((_option(switch.name), switch.key, text))
     if Path(subject).suffix in (".yaml", ".yml"):
         _append(found, overrides, problems)
         return Recipe(Path(subject), overrides, problems)
@@ -205,30 +235,28 @@ def _switch_parameters() -> list[inspect.Parameter]:
         _parameter(name, Annotated[bool, typer.Option(_option(name), help=f"mode={mode}")], False)
         for name, mode in MODES.items()
     ]
-    for switch in SWITCHES:
-        option = _option(switch.key)
-        if switch.type is bool:
-            option = f"{option}/--no-{option.removeprefix('--')}"
-        shown = typer.Option(option, help=switch.help, show_default=False)
-        found.append(_parameter(switch.key, Annotated[switch.type | None, shown], None))
-    return found
+    return [*found, *map(_parameter_of, SWITCHES)]
 
 
-_RECIPE_PARAMETERS = [
-    _parameter(
-        "words",
-        Annotated[
-            list[str] | None,
-            typer.Argument(metavar="RECIPE KEY=VALUE", help="A YAML file, then overrides."),
-        ],
-        None,
-    ),
-    _parameter(
-        "config",
-        Annotated[
-            Path | None,
-            typer.Option("--config", help="The YAML file, instead of the first argument."),
-        ],
-        None,
-    ),
-]
+def _parameter_of(switch: Switch) -> inspect.Parameter:
+    option = _option(switch.name)
+    if switch.type is bool:
+        option = f"{option}/--no-{option.removeprefix('--')}"
+    shown = typer.Option(option, help=switch.help, show_default=False)
+    return _parameter(switch.name, Annotated[switch.type | None, shown], None)
+
+
+_WORDS, _SUBJECT = (
+    _parameter("words", Annotated[list[str] | None, typer.Argument(metavar=name, help=text)], None)
+    for name, text in (
+        ("RECIPE KEY=VALUE", "A YAML file, then overrides."),
+        ("MODEL|RECIPE KEY=VALUE", "A model's folder or Hub name, or a YAML file; then overrides."),
+    )
+)
+_CONFIG = _parameter(
+    "config",
+    Annotated[
+        Path | None, typer.Option("--config", help="The YAML file, instead of the first argument.")
+    ],
+    None,
+)

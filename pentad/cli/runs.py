@@ -118,7 +118,7 @@ def submit_job(config: Config, command: str, notes: list[str], fresh: bool) -> N
     folder = Path(config.fileroot).absolute() / "slurm" / re.sub(r"[^\w.-]", "-", trial)
     folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / "config.yaml"
-    recipe.write_text(dump_config(replaced(config, ["scheduler", "type"], "local")))
+    recipe.write_text(dump_config(replaced(config, "scheduler.type", "local")))
     cluster, placed = config.cluster, topology(config)
     job = SlurmJob(
         name=f"{config.experiment_name}-{config.trial_name}",

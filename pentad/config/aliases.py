@@ -54,7 +54,7 @@ def normalise(recipe: RecipeConfig, tree: Tree, *, samples: bool) -> Iterator[st
                 tree.problems.append(found)
                 continue
             put(tree.values, found.key, found.value)
-            recipe = replaced(recipe, found.key.split("."), found.value)
+            recipe = replaced(recipe, found.key, found.value)
             if found.why.startswith(f"{alias.name} = "):
                 tree.written[f"{found.key} = {show(found.value)}"] = found.why
             yield found.note

@@ -98,18 +98,18 @@ class _Draft:
 
     def set(self, key: str, value: object, why: str = "") -> None:
         """Sets a value; without a reason it is a plain default and gets no note."""
-        self.config = replaced(self.config, key.split("."), value)
+        self.config = replaced(self.config, key, value)
         if why:
             self.notes.append(f"{key} = {show(value)}: {why}")
 
 
-def replaced(section: Any, keys: list[str], value: object) -> Any:
-    """A copy of a section with the value at these keys replaced."""
-    head, *rest = keys
+def replaced(section: Any, key: str, value: object) -> Any:
+    """A copy of a section with the value of a dotted key replaced."""
+    head, _, rest = key.partition(".")
     if isinstance(section, tuple):
         at = int(head)
         return (*section[:at], replaced(section[at], rest, value), *section[at + 1 :])
-    inner = replaced(dict(section)[head], rest, value) if rest else value
+    inner = replaced(getattr(section, head), rest, value) if rest else value
     return section.model_copy(update={head: inner})
 
 
@@ -118,27 +118,27 @@ def with_absolute_paths(config: Config) -> Config:
     for key in path_keys(len(config.rollout.workflows)):
         path = value_at(config, key)
         if path is not None and is_made(path):
-            config = replaced(config, key.split("."), with_absolute_python(path))
+            config = replaced(config, key, with_absolute_python(path))
         elif path is not None:
-            config = replaced(config, key.split("."), os.path.abspath(path))  # noqa: PTH100
-    config = replaced(config, ["model_files"], tuple(map(absolute, config.model_files)))
+            config = replaced(config, key, os.path.abspath(path))  # noqa: PTH100
+    config = replaced(config, "model_files", tuple(map(absolute, config.model_files)))
     fn = config.reward.fn
     if fn is not None:
         fn = absolute(fn) if isinstance(fn, str) else tuple(map(absolute, fn))
-        config = replaced(config, ["reward", "fn"], fn)
+        config = replaced(config, "reward.fn", fn)
     for one in environments(config):
         if one.agent:
-            config = replaced(config, [*one.key.split("."), "agent"], absolute(one.agent))
+            config = replaced(config, f"{one.key}.agent", absolute(one.agent))
         kind, rest = workflow_kind(one.workflow)
         if kind == VERIFIERS:
             workflow = with_absolute_python(one.workflow)
-            config = replaced(config, [*one.key.split("."), "workflow"], workflow)
+            config = replaced(config, f"{one.key}.workflow", workflow)
         if kind in ("", "class"):
             workflow = absolute(rest) if not kind else f"{kind}:{absolute(rest)}"
-            config = replaced(config, [*one.key.split("."), "workflow"], workflow)
+            config = replaced(config, f"{one.key}.workflow", workflow)
         if one.key != "rollout" and one.reward_key != "reward" and one.reward.functions:
             fns = tuple(map(absolute, one.reward.functions))
-            config = replaced(config, [*one.reward_key.split("."), "fn"], fns)
+            config = replaced(config, f"{one.reward_key}.fn", fns)
     return config
 
 
@@ -315,10 +315,7 @@ def _follow(draft: _Draft, first: str, second: str, names: tuple[str, ...]) -> N
 
 def _choose_lora(draft: _Draft) -> None:
     """Sets LoRA's default learning rate: factors need a larger one than weights, at any rank."""
-    models = {"actor": draft.config.actor}
-    if draft.config.algorithm.facts.needs_critic:
-        models["critic"] = draft.config.critic
-    for role, model in models.items():
+    for role, model in draft.config.trained_models.items():
         if model.lora is not None and "lr" not in model.optimizer.model_fields_set:
             lr = float(f"{LORA_LR_FACTOR * model.optimizer.lr:.9g}")
             why = f"{LORA_LR_FACTOR} times the default {model.optimizer.lr:g}, for {role}.lora"

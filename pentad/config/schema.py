@@ -375,6 +375,12 @@ class Config(Section):
         return tuple(role for role in SCORERS if role in needed)
 
     @property
+    def trained_models(self) -> dict[str, ModelConfig]:
+        """The models that RL trains, by role: the actor, and a critic if the algorithm has one."""
+        has_critic = self.algorithm.facts.needs_critic
+        return {"actor": self.actor} | ({"critic": self.critic} if has_critic else {})
+
+    @property
     def checkpoint_root(self) -> str:
         """Folder of the checkpoints and exports of all runs."""
         return self.checkpoint.local_dir or os.path.join(self.fileroot, "checkpoints")  # noqa: PTH118

@@ -7,6 +7,7 @@ component that does not run has no GPUs, and the other's start at 0.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -290,29 +291,143 @@ class Topology:
     @cached_property
     def processes(self) -> tuple[RunProcess, ...]:
         """Processes of the run, shown by `plan` and started by the run."""
-        return tuple(self._drawing.processes())
-
-    @cached_property
-    def _drawing(self) -> _Drawing:
-        return _Drawing(self)
+        config, learners, judges = self.config, self.learners, self._scorers
+        is_launched = config.cluster.n_nodes > 1 and not self._is_ray
+        is_alone = len(learners) > 1 if is_launched else self.is_learner_apart
+        if is_alone and is_launched:
+            lead = RunProcess(name="scheduler", runs=("scheduler",), started_by="torchrun")
+            trainers = [lead, replace(learners[0], started_by="pentad"), *learners[1:]]
+        elif not learners or is_alone:
+            trainers = [RunProcess(name="scheduler", runs=("scheduler",)), *learners]
+        else:
+            lead = replace(learners[0], runs=("scheduler", *learners[0].runs))
+            trainers = [lead, *learners[1:]]
+        if self.allocation.find("rollout") is None:
+            return tuple(trainers if is_alone else learners)
+        threads = [] if self.samplers else list(self._replicas())
+        if not is_alone:
+            threads, judges = [*threads, *judges], []
+        trainers[0] = holding(trainers[0], threads)
+        units = [
+            RunProcess(name=f"storage-{n}", runs=("storage unit",), node=None, started_by="ray")
+            for n in range(config.num_data_storage_units if self.has_storage_units else 0)
+        ]
+        pool = RunProcess(name="rewards", runs=("reward pool",))
+        rewards = [pool] if config.reward.functions else []
+        return (*sharing([*trainers, *self.samplers, *judges]), *units, *rewards)
 
     @property
     def learners(self) -> list[RunProcess]:
-        return self._drawing.learners
+        """Learner processes: one per rank, with all trained models (also the critic)."""
+        return self._parts[0]
 
     @property
     def samplers(self) -> list[RunProcess]:
         """Samplers that are separate processes."""
-        return self._drawing.samplers
+        return self._parts[1]
+
+    @property
+    def _scorers(self) -> list[RunProcess]:
+        """Ranks of all scorers; they may be threads."""
+        return self._parts[2]
 
     def scorer(self, role: str) -> list[RunProcess]:
         """Ranks of a scorer; they may be threads."""
-        return [one for one in self._drawing.scorers if one.name.rpartition("-")[0] == role]
+        return [one for one in self._scorers if one.name.rpartition("-")[0] == role]
+
+    @cached_property
+    def _parts(self) -> tuple[list[RunProcess], list[RunProcess], list[RunProcess]]:
+        """Learners, samplers that are processes, and ranks of scorers. Ray on a CPU places each in
+        a bundle of its own."""
+        rollout = self.allocation.find("rollout")
+        is_thread = self.is_one_process and rollout and rollout.backend == "embedded"
+        samplers = [] if is_thread else list(self._replicas())
+        parts = list(self._learners()), samplers, list(self._scorer_ranks())
+        if self._is_ray and self.facts.kind != "cuda":
+            number = itertools.count()
+            for part in parts:
+                part[:] = [
+                    replace(one, bundle=next(number)) if one.started_by == "ray" else one
+                    for one in part
+                ]
+        return parts
+
+    def _learners(self) -> Iterator[RunProcess]:
+        actor = self.allocation.find("actor")
+        if actor is None:
+            return
+        parts = [part for part in self.allocation if not part.is_inference]
+        roles = [part.role for part in parts if part.role not in self.scorers]
+        if self.config.algorithm.facts.needs_critic and "critic" not in roles:
+            roles.append("critic")
+        starter = "torchrun" if self.config.cluster.n_nodes > 1 else "pentad"
+        for rank in range(actor.world):
+            runs = tuple(f"{role} {rank}" if actor.world > 1 else role for role in roles)
+            one = RunProcess(name=f"learner-{rank}", runs=runs, started_by=starter)
+            yield self._at((rank,), one)
+
+    def _replicas(self) -> Iterator[RunProcess]:
+        rollout = self.allocation.find("rollout")
+        if rollout is None:
+            return
+        positions, size = self.allocation.devices(rollout), size_of(rollout)
+        word = "rollout" if rollout.backend == "embedded" else rollout.backend
+        cores, addresses = self._core_shares(rollout), self.config.rollout.server.addresses
+        for index in range(rollout.size("d")):
+            one = RunProcess(name=f"{word}-{index}", runs=("rollout",), cores=cores[index])
+            if rollout.backend != "embedded" and addresses:
+                yield replace(one, node=None, started_by=addresses[index])
+            else:
+                yield self._at(positions[index * size : (index + 1) * size], one)
+
+    def _core_shares(self, rollout: Component) -> list[tuple[int, ...]]:
+        """CPU cores for each embedded sampler that decodes on a CPU during training; the first
+        share is left to the trainer. Empty if there are too few cores."""
+        num, facts = rollout.size("d"), self.facts
+        has_own = rollout.backend == "embedded" and not self.is_one_process
+        is_idle = self.config.max_staleness == 0
+        if not has_own or facts.kind == "cuda" or is_idle or self._is_ray:
+            return [()] * num
+        size = len(facts.cores) // (num + 1)
+        return [facts.cores[size * (i + 1) : size * (i + 2)] for i in range(num)]
+
+    def _scorer_ranks(self) -> Iterator[RunProcess]:
+        for role in self.scorers:
+            part = chosen(self.allocation.find(role), f"{role} of allocation_mode")
+            for rank, position in enumerate(self.allocation.devices(part)):
+                runs = (f"{role} {rank}" if part.world > 1 else role,)
+                yield self._at((position,), RunProcess(name=f"{role}-{rank}", runs=runs))
+
+    @property
+    def _is_ray(self) -> bool:
+        return self.config.scheduler.type == "ray"
+
+    def _at(self, positions: range | tuple[int, ...], one: RunProcess) -> RunProcess:
+        """The process with its devices set."""
+        has_gpus = self.facts.kind == "cuda"
+        one = replace(one, num_gpus=len(positions) if has_gpus else 0, node=None)
+        if self._is_ray:
+            found = [self._bundle_of[position] for position in positions] if has_gpus else []
+            devices = tuple(within for _, within in found)
+            bundle = found[0][0] if found else None
+            return replace(one, devices=devices, started_by="ray", bundle=bundle)
+        places = [self._placed[1][position] for position in positions]
+        nodes = {place[0] if place else None for place in places}
+        node = nodes.pop() if len(nodes) == 1 else None
+        if node is None:
+            return replace(one, started_by=NO_MACHINE)
+        is_far = node > 0 and one.started_by == "pentad"
+        return replace(
+            one,
+            node=node,
+            devices=tuple(place[1] for place in places if place) if has_gpus else (),
+            started_by="srun" if is_far else one.started_by,
+        )
 
     @property
     def unplaced(self) -> list[str]:
         """Names of processes, and of scorers that are threads, for which no machine has room."""
-        known = {one.name: one for one in (*self.processes, *self._drawing.scorers)}
+        known = {one.name: one for one in (*self.processes, *self._scorers)}
         return [name for name, one in known.items() if one.started_by == NO_MACHINE]
 
     @property
@@ -350,142 +465,3 @@ NO_MACHINE = "no machine has room"
 def size_of(part: Component) -> int:
     """Number of GPUs of one process of a role."""
     return part.world // part.size("d") if part.is_inference else 1
-
-
-class _Drawing:
-    """Builds the list of processes of a topology."""
-
-    def __init__(self, placed: Topology) -> None:
-        self.placed = placed
-        self.config, self.allocation = placed.config, placed.allocation
-        self.is_ray = self.config.scheduler.type == "ray"
-        self.num_bundles = 0
-        self.learners = self._learners()
-        self.samplers = self._samplers()
-        self.scorers = self._scorers()
-
-    def processes(self) -> list[RunProcess]:
-        placed, config = self.placed, self.config
-        learners, samplers, judges = self.learners, self.samplers, self.scorers
-        is_launched = config.cluster.n_nodes > 1 and not self.is_ray
-        is_alone = len(learners) > 1 if is_launched else placed.is_learner_apart
-        if is_alone and is_launched:
-            lead = RunProcess(name="scheduler", runs=("scheduler",), started_by="torchrun")
-            trainers = [lead, replace(learners[0], started_by="pentad"), *learners[1:]]
-        elif not learners or is_alone:
-            trainers = [RunProcess(name="scheduler", runs=("scheduler",)), *learners]
-        else:
-            lead = replace(learners[0], runs=("scheduler", *learners[0].runs))
-            trainers = [lead, *learners[1:]]
-        if self.allocation.find("rollout") is None:
-            return trainers if is_alone else learners
-        threads = [] if samplers else list(self.replicas())
-        if not is_alone:
-            threads, judges = [*threads, *judges], []
-        trainers[0] = holding(trainers[0], threads)
-        units = [
-            RunProcess(name=f"storage-{n}", runs=("storage unit",), node=None, started_by="ray")
-            for n in range(config.num_data_storage_units if placed.has_storage_units else 0)
-        ]
-        pool = RunProcess(name="rewards", runs=("reward pool",))
-        rewards = [pool] if config.reward.functions else []
-        return [*sharing([*trainers, *samplers, *judges]), *units, *rewards]
-
-    def _learners(self) -> list[RunProcess]:
-        """Learner processes: one per rank, with all trained models (also the critic)."""
-        actor = self.allocation.find("actor")
-        if actor is None:
-            return []
-        apart = self.placed.scorers
-        parts = [part for part in self.allocation if not part.is_inference]
-        roles = [part.role for part in parts if part.role not in apart]
-        if self.config.algorithm.facts.needs_critic and "critic" not in roles:
-            roles.append("critic")
-        starter = "torchrun" if self.config.cluster.n_nodes > 1 else "pentad"
-        return [
-            self.at(
-                (rank,),
-                RunProcess(
-                    name=f"learner-{rank}",
-                    runs=tuple(f"{role} {rank}" if actor.world > 1 else role for role in roles),
-                    started_by=starter,
-                ),
-            )
-            for rank in range(actor.world)
-        ]
-
-    def _samplers(self) -> list[RunProcess]:
-        """Samplers that run as separate processes."""
-        rollout = self.allocation.find("rollout")
-        is_thread = self.placed.is_one_process and rollout and rollout.backend == "embedded"
-        return [] if is_thread else list(self.replicas())
-
-    def replicas(self) -> Iterator[RunProcess]:
-        rollout = self.allocation.find("rollout")
-        if rollout is None:
-            return
-        positions, size = self.allocation.devices(rollout), size_of(rollout)
-        word = "rollout" if rollout.backend == "embedded" else rollout.backend
-        cores, addresses = self.core_shares(rollout), self.config.rollout.server.addresses
-        for index in range(rollout.size("d")):
-            one = RunProcess(name=f"{word}-{index}", runs=("rollout",), cores=cores[index])
-            if rollout.backend != "embedded" and addresses:
-                yield replace(one, node=None, started_by=addresses[index])
-            else:
-                yield self.at(positions[index * size : (index + 1) * size], one)
-
-    def core_shares(self, rollout: Component) -> list[tuple[int, ...]]:
-        """CPU cores for each embedded sampler that decodes on a CPU during training; the first
-        share is left to the trainer. Empty if there are too few cores."""
-        num, facts = rollout.size("d"), self.placed.facts
-        has_own = rollout.backend == "embedded" and not self.placed.is_one_process
-        if not has_own or facts.kind == "cuda" or self.config.max_staleness == 0 or self.is_ray:
-            return [()] * num
-        size = len(facts.cores) // (num + 1)
-        return [facts.cores[size * (i + 1) : size * (i + 2)] for i in range(num)]
-
-    def _scorers(self) -> list[RunProcess]:
-        """Scorer processes, one per rank."""
-        found: list[RunProcess] = []
-        for role in self.placed.scorers:
-            part = chosen(self.allocation.find(role), f"{role} of allocation_mode")
-            for rank, position in enumerate(self.allocation.devices(part)):
-                runs = (f"{role} {rank}" if part.world > 1 else role,)
-                found.append(self.at((position,), RunProcess(name=f"{role}-{rank}", runs=runs)))
-        return found
-
-    def at(self, positions: range | tuple[int, ...], one: RunProcess) -> RunProcess:
-        """The process with its devices set."""
-        has_gpus = self.placed.facts.kind == "cuda"
-        num_gpus = len(positions) if has_gpus else 0
-        if self.is_ray:
-            bundle, devices = self.bundle(positions)
-            return replace(
-                one,
-                node=None,
-                devices=devices if has_gpus else (),
-                num_gpus=num_gpus,
-                started_by="ray",
-                bundle=bundle,
-            )
-        places = [self.placed._placed[1][position] for position in positions]
-        nodes = {place[0] if place else None for place in places}
-        node = nodes.pop() if len(nodes) == 1 else None
-        if node is None:
-            return replace(one, node=None, num_gpus=num_gpus, started_by=NO_MACHINE)
-        is_far = node > 0 and one.started_by == "pentad"
-        return replace(
-            one,
-            node=node,
-            devices=tuple(place[1] for place in places if place) if has_gpus else (),
-            num_gpus=num_gpus,
-            started_by="srun" if is_far else one.started_by,
-        )
-
-    def bundle(self, positions: range | tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        """The bundle of a process, and its GPUs in it; on a CPU each process has its own bundle."""
-        if self.placed.facts.kind == "cuda":
-            found = [self.placed._bundle_of[position] for position in positions]
-            return found[0][0], tuple(within for _, within in found)
-        self.num_bundles += 1
-        return self.num_bundles - 1, ()

@@ -200,6 +200,10 @@ class RunPlan:
         return self.peak[0]
 
     @property
+    def used(self) -> str:
+        return f"{self.peak_bytes / GIB:.1f} of {self.device.memory_bytes / GIB:.1f} GiB"
+
+    @property
     def lacks(self) -> list[str]:
         """Reasons why the plan does not fit; empty if it fits."""
         found = []

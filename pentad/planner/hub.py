@@ -13,11 +13,12 @@ import errno
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pentad.config.describe import value_at
 from pentad.config.environments import environments
+from pentad.config.load import Reading
 from pentad.config.resolve import replaced
 from pentad.config.rules.rule import ON_EXAMPLES, Command
 from pentad.config.schema import Config
@@ -39,18 +40,11 @@ MODEL_FILES = (
 """Files of a model, besides weights, that a run reads."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    config: Config
-    notes: list[str]
-    problems: list[Problem]
-    bad: frozenset[str]
-    """Keys with a name that was not found on the Hub."""
-
-
-def pin(config: Config, command: Command) -> Pinned:
-    """Replaces Hub names in a config by folders of the cache; returns notes and problems, too."""
-    notes, problems, bad = [], [], set()
+def pin(reading: Reading, command: Command) -> Reading:
+    """Replaces Hub names in a config by folders of the cache; keys with a name that was not found
+    are wrong."""
+    config, bad = reading.config, {*reading.bad}
+    notes, problems = [*reading.notes], [*reading.problems]
     for key, kind in _keys(config, command).items():
         written = value_at(config, key)
         name = hub_name(written, kind) if isinstance(written, str) else None
@@ -60,12 +54,14 @@ def pin(config: Config, command: Command) -> Pinned:
         try:
             path = look_up(name, where, is_plan=command == "plan")
         except UserError as error:
-            problems += [one for one in error.problems if isinstance(one, Problem)]
+            problems += error.as_problems()
             bad.add(key)
             continue
-        config = replaced(config, key.split("."), path)
+        config = replaced(config, key, path)
         notes.append(f"{where}: of the hub, {name_in_cache(path) or path}")
-    return Pinned(config, notes, problems, frozenset(bad))
+    return replace(
+        reading, config=config, notes=tuple(notes), problems=problems, bad=frozenset(bad)
+    )
 
 
 def fetch(config: Config, command: Command) -> None:
@@ -104,8 +100,7 @@ def with_local_models(config: Config) -> Config:
     for key, kind in _keys(config, "train").items():
         path = value_at(config, key)
         if kind == "model" and isinstance(path, str):
-            local = local_model(path, f"{key} = {path}")
-            config = replaced(config, key.split("."), local)
+            config = replaced(config, key, local_model(path, f"{key} = {path}"))
     return config
 
 

@@ -16,12 +16,7 @@ from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.planner.hub import fetch, pin
 from pentad.planner.plan import choose_device
-from pentad.planner.remedies import (
-    choose_graphs,
-    choose_logits,
-    choose_microbatches,
-    choose_offloading,
-)
+from pentad.planner.remedies import BY_MEMORY
 from pentad.rl.section import PreferenceConfig
 
 
@@ -46,15 +41,12 @@ def prepare(
         raise UserError(reading.problems)
     with suppress(UserError):  # a rule reports it
         reading.config.register_models()
-    reading = _with_preference(reading, command)
-    pinned = pin(reading.config, command)
-    samples = samples and not (command == "plan" and pinned.config.has_examples)
-    config, notes = resolve(pinned.config, samples=samples)
-    notes = [*reading.notes, *pinned.notes, *notes]
-    bad = reading.bad | pinned.bad
+    reading = pin(_with_preference(reading, command), command)
+    samples = samples and not (command == "plan" and reading.config.has_examples)
+    config, notes = resolve(reading.config, samples=samples)
+    notes, bad, known = [*reading.notes, *notes], reading.bad, reading.problems
     kind = choose_device(config, gpu_memory).kind if command == "plan" else None
     found = check(config, RunFacts(command=command, device=kind), bad)
-    known = [*reading.problems, *pinned.problems]
     if (found or known) and facts_here is not None:
         found = check(config, facts_here(config), bad)
     if (found or known) and look is not None:
@@ -67,15 +59,9 @@ def prepare(
         fetch(config, command)
     if command == "plan" or is_run:
         device = choose_device(config, gpu_memory)
-        config, said = choose_microbatches(config, device, command)
-        notes += said
-        if command in ("plan", "train"):
-            config, said = choose_offloading(config, device, command)
+        for choose in BY_MEMORY:
+            config, said = choose(config, device, command)
             notes += said
-        config, said = choose_graphs(config, device, command)
-        notes += said
-        config, said = choose_logits(config, device, command)
-        notes += said
     return config, notes
 
 

@@ -54,8 +54,7 @@ def with_data_here(config: Config) -> tuple[Config, list[str]]:
         name = name_in_cache(path) or hub_name(path, "dataset")
         rule = "is not on this machine" if name is None else "is not downloaded"
         notes.append(f"{key}.path = {name or path} {rule}")
-        gone = [*key.split("."), "path"] if key in trained else key.split(".")
-        config = replaced(config, gone, None)
+        config = replaced(config, f"{key}.path" if key in trained else key, None)
     return config, notes
 
 

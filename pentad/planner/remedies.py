@@ -60,9 +60,7 @@ ADAPTER: Changes = {"actor.lora": LoraConfig()}
 def propose(plan: RunPlan) -> list[Remedy]:
     """Steps until the plan fits or none is left, without those that later ones make unnecessary."""
     found, fits = _taken(plan, [], (*CHEAP, reshard_steps, recompute_steps, offload_steps, *AGAIN))
-    if fits:
-        found = _needed(plan, found)
-    return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
+    return _remedies(plan, _needed(plan, found) if fits else found)
 
 
 def propose_adapter(plan: RunPlan) -> list[Remedy]:
@@ -71,9 +69,7 @@ def propose_adapter(plan: RunPlan) -> list[Remedy]:
     if plan.fits or not _takes_adapter(plan.config, plan.dims):
         return []
     found, fits = _taken(plan, [ADAPTER], (*CHEAP, recompute_steps))
-    if not fits:
-        return []
-    return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
+    return _remedies(plan, found) if fits else []
 
 
 def propose_host(plan: RunPlan) -> list[Remedy]:
@@ -83,12 +79,10 @@ def propose_host(plan: RunPlan) -> list[Remedy]:
     is_open = keys.lora is None and backend != "megatron" and not keys.archon.offload_params
     if plan.fits or plan.device.kind != "cuda" or not is_open:
         return []
-    roles = ["actor", *(["critic"] if plan.config.algorithm.facts.needs_critic else [])]
-    host: Changes = {f"{role}.archon.offload_params": True for role in roles}
+    host: Changes = {f"{role}.archon.offload_params": True for role in plan.config.trained_models}
     found, fits = _taken(plan, [host], (*CHEAP, recompute_steps))
-    if not fits or max(_planned(plan, found).host_bytes.values()) > plan.device.host_bytes:
-        return []
-    return [_remedy(plan, found[: number + 1]) for number in range(len(found))]
+    has_room = fits and max(_planned(plan, found).host_bytes.values()) <= plan.device.host_bytes
+    return _remedies(plan, found) if has_room else []
 
 
 def _takes_adapter(config: Config, dims: ModelDims) -> bool:
@@ -146,6 +140,10 @@ def _planned(plan: RunPlan, steps: Sequence[Changes]) -> RunPlan:
 
 def _changed(plan: RunPlan, steps: Sequence[Changes]) -> Config:
     return reduce(with_values, steps, plan.config)
+
+
+def _remedies(plan: RunPlan, steps: Sequence[Changes]) -> list[Remedy]:
+    return [_remedy(plan, steps[: number + 1]) for number in range(len(steps))]
 
 
 def _remedy(plan: RunPlan, steps: Sequence[Changes]) -> Remedy:
@@ -234,7 +232,8 @@ def with_count(changes: Changes, count: int, config: Config | None = None) -> Ch
 def choose_offloading(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
     """Chooses `offload_rollout` if it is unset: true if sampler and training do not fit a GPU
     together. A run uses the memory of its GPU, a plan that of the planned GPU."""
-    if config.mode != "colocate" or config.offload_rollout is not None:
+    is_open = config.mode == "colocate" and config.offload_rollout is None
+    if not is_open or command not in ("plan", "train"):
         return config, []
     without = with_values(config, {"offload_rollout": False})
     if not _is_chosen_for(config, device, command):
@@ -270,8 +269,7 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
         plan = max(plan, cut, key=operator.attrgetter("peak_bytes"))
     if plan.peak_bytes > KEEPING_SHARE * device.memory_bytes:
         return config, []
-    need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
-    why = f"with the logits of full microbatches {need:.1f} of {have:.1f} GiB are planned"
+    why = f"with the logits of full microbatches {plan.used} are planned"
     return changed, [f"actor.archon.keep_logits = true: {why}"]
 
 
@@ -285,11 +283,14 @@ def choose_graphs(config: Config, device: Device, command: Command) -> tuple[Con
     roles = [role for role in captured & set(models) if models[role].archon.cuda_graphs == "auto"]
     if not roles or plan.peak_bytes <= KEEPING_SHARE * device.memory_bytes:
         return config, []
-    need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
-    why = f"with captured passes {need:.1f} of {have:.1f} GiB are planned"
+    why = f"with captured passes {plan.used} are planned"
     keys = [f"{role}.archon.cuda_graphs" for role in sorted(roles)]
     changed = with_values(config, dict.fromkeys(keys, False))
     return changed, [f"{key} = false: {why}" for key in keys]
+
+
+BY_MEMORY = (choose_microbatches, choose_offloading, choose_graphs, choose_logits)
+"""Choices by the memory of the device, in order: each sees those before it."""
 
 
 def _is_chosen_for(config: Config, device: Device, command: Command) -> bool:
@@ -310,10 +311,9 @@ def shares_by_gpu(config: Config, device: Device) -> tuple[bool, str]:
     if not _is_counted(config):
         return True, "the memory of the models is not known"
     plan = build_plan(config, device)
-    need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
     if plan.publish_kind == "ipc":
-        return True, f"all fits: {need:.1f} of {have:.1f} GiB"
-    return False, f"a copy on the GPU does not fit its {have:.1f} GiB"
+        return True, f"all fits: {plan.used}"
+    return False, f"a copy on the GPU does not fit its {device.memory_bytes / GIB:.1f} GiB"
 
 
 def _is_counted(config: Config) -> bool:
@@ -446,7 +446,7 @@ def _with_actor(config: Config, actor: Component) -> Allocation:
 def with_values(config: Config, changes: Changes) -> Config:
     """The config with dotted keys replaced."""
     for key, value in changes.items():
-        config = replaced(config, key.split("."), value)
+        config = replaced(config, key, value)
     return config
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pentad.core.errors import InfraFailure, Problem, UserError
 from pentad.core.types import Generation, Prompt, Request, Sample
-from pentad.samplers.dialect import are_sound, flaw_of
+from pentad.samplers.answers import are_sound, flaw_of
 
 INT64, BOOL, FLOAT32 = map(np.dtype, ("int64", "bool", "float32"))
 TYPES = INT64, BOOL, FLOAT32, INT64

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pentad.core.types import Generation, Group, Prompt, Request
 from pentad.rollout.transcript import answered
-from pentad.samplers.dialect import flaw_of
+from pentad.samplers.answers import flaw_of
 
 
 def nothing() -> None:

@@ -25,7 +25,8 @@ from pentad.infer.requests import RequestLimits, check_request
 from pentad.models.hf_weights import native_shards
 from pentad.models.lora import apply_lora
 from pentad.models.registry import build_model
-from pentad.samplers.dialect import MEMORIES, Call, Dialect, LoadingDialect, flaw_of, joined
+from pentad.samplers.answers import flaw_of
+from pentad.samplers.dialect import MEMORIES, Call, Dialect, LoadingDialect, joined
 from pentad.weights import transfer
 
 ABORT_PATIENCE_S = 5.0

@@ -125,11 +125,16 @@ class Screen:
     def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
         """Shows records of an earlier start, without superseded ones."""
         for record in records:
-            Screen.step(self, record)  # without writing it
+            self._add(record)
         self.evals.extend(evals)
+        self.refresh()
 
     def step(self, record: Record) -> None:
         self.under_way = ""
+        self._add(record)
+        self.refresh()
+
+    def _add(self, record: Record) -> None:
         self.records.append(record)
         for values, path in ((self.rewards, "rl.reward_mean"), (self.losses, "loss")):
             value = look_up(record, path)
@@ -138,6 +143,7 @@ class Screen:
 
     def evaluation(self, record: Record) -> None:
         self.evals.append(record)
+        self.refresh()
 
     def samples(self, lines: Sequence[Record]) -> None:
         for line in lines:
@@ -149,9 +155,14 @@ class Screen:
     def progress(self, text: str) -> None:
         """Shows the work in progress, if the screen can erase it."""
         self.under_way = text
+        self.refresh()
 
     def close(self) -> None:
         self.under_way = ""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Called after every change: draws it, if the screen can erase."""
 
     @property
     def curve(self) -> tuple[str, str, list[float]]:
@@ -303,26 +314,13 @@ class LiveScreen(Screen):
         self.live = Live(self._draw(), console=console, refresh_per_second=4, transient=False)
         self.live.start()
 
-    def resume(self, records: Sequence[Record], evals: Sequence[Record]) -> None:
-        super().resume(records, evals)
-        self.live.update(self._draw())
-
-    def progress(self, text: str) -> None:
-        super().progress(text)
-        self.live.update(self._draw())
-
-    def step(self, record: Record) -> None:
-        super().step(record)
-        self.live.update(self._draw())
-
-    def evaluation(self, record: Record) -> None:
-        super().evaluation(record)
-        self.live.update(self._draw())
-
     def close(self) -> None:
         super().close()
-        self.live.update(self._draw(), refresh=True)
+        self.live.refresh()
         self.live.stop()
+
+    def refresh(self) -> None:
+        self.live.update(self._draw())
 
     def _draw(self) -> RenderableType:
         return draw(self, ascii_only=self.console.options.ascii_only)

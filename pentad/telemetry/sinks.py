@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +32,11 @@ CLOSE_S = 10.0
 class Sink(Protocol):
     """Receives the numbers of a step by path, such as `rl/reward_mean`, and its samples."""
 
+    can_redraw: bool
+    """Whether repeated points replace earlier ones; else repeated steps are not sent."""
+
     def resume(self, step: int) -> None:
-        """Called if points after `step` will be written again."""
+        """Called, if it can redraw, before points after `step` are written again."""
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
@@ -127,6 +131,10 @@ class BackgroundSink:
             log.warning("%s is switched off: %s; training continues", self.name, why)
 
 
+SINKS = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "trackio": "TrackioSink"}
+"""Key of `telemetry`, which is also the name of the library and its extra -> class of the sink."""
+
+
 def build_sinks(
     folder: Path,
     *,
@@ -137,29 +145,17 @@ def build_sinks(
 ) -> Sequence[BackgroundSink]:
     """Creates the configured sinks; UserError if a library is missing."""
     sinks = []
-    if tensorboard:
+    given = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
+    for name, settings in given.items():
+        if not settings:
+            continue
+        more = {} if isinstance(settings, bool) else settings.model_dump()
         try:
-            from pentad.telemetry.tensorboard_sink import TensorBoardSink
+            sink = getattr(import_module(f"pentad.telemetry.{name}_sink"), SINKS[name])
         except ImportError as error:
-            raise _missing("telemetry.tensorboard = true", "tensorboard") from error
-        events = folder / "tensorboard"
-        sinks.append(BackgroundSink("tensorboard", lambda: TensorBoardSink(events)))
-    if wandb is not None:
-        try:
-            from pentad.telemetry.wandb_sink import WandbSink
-        except ImportError as error:
-            raise _missing(f"telemetry.wandb.project = {wandb.project}", "wandb") from error
-        make = partial(WandbSink, folder, run_name, **wandb.model_dump())
-        sinks.append(BackgroundSink("wandb", make, can_redraw=False))
-    if trackio is not None:
-        try:
-            from pentad.telemetry.trackio_sink import TrackioSink
-        except ImportError as error:
-            raise _missing(f"telemetry.trackio.project = {trackio.project}", "trackio") from error
-        show = partial(TrackioSink, folder, run_name, **trackio.model_dump())
-        sinks.append(BackgroundSink("trackio", show, can_redraw=False))
+            where = f".project = {more['project']}" if more else " = true"
+            rule, remedy = f"{name} is not installed", f"pip install 'pentad[{name}]'"
+            raise UserError(Problem(f"telemetry.{name}{where}", rule, remedy)) from error
+        make = partial(sink, folder, run_name, **more)
+        sinks.append(BackgroundSink(name, make, can_redraw=sink.can_redraw))
     return sinks
-
-
-def _missing(where: str, extra: str) -> UserError:
-    return UserError(Problem(where, f"{extra} is not installed", f"pip install 'pentad[{extra}]'"))

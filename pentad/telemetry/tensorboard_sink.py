@@ -20,9 +20,12 @@ FLUSH_S = 10
 
 
 class TensorBoardSink:
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.writer = EventFileWriter(str(folder), flush_secs=FLUSH_S)
+    can_redraw = True
+
+    def __init__(self, folder: Path, name: str) -> None:
+        events = folder / "tensorboard"
+        events.mkdir(parents=True, exist_ok=True)
+        self.writer = EventFileWriter(str(events), flush_secs=FLUSH_S)
 
     def resume(self, step: int) -> None:
         """Makes TensorBoard discard the points after `step`."""

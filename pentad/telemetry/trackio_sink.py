@@ -26,7 +26,9 @@ for module in (trackio, trackio.run, trackio.utils):
 
 class TrackioSink:
     """One Trackio run for a run folder, by name, so that a resumed run continues its curves. Sent
-    values cannot be replaced, so repeated steps are not sent."""
+    values cannot be replaced."""
+
+    can_redraw = False
 
     def __init__(self, folder: Path, name: str, *, project: str, space: str | None) -> None:
         self.run = trackio.init(
@@ -38,9 +40,6 @@ class TrackioSink:
             auto_log_cpu=False,  # the records contain it
             auto_log_gpu=False,
         )
-
-    def resume(self, step: int) -> None:
-        """Never called: `can_redraw` is False."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)

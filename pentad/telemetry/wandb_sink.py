@@ -15,8 +15,10 @@ from pentad.telemetry.samples import cells_of
 class WandbSink:
     """One W&B run for a run folder: its id is derived from the folder's path, so that a resumed run
     continues its curves. The step is a field, because evaluations arrive after wandb's own counter
-    has passed. Sent values cannot be replaced, so repeated steps are not sent.
+    has passed. Sent values cannot be replaced.
     """
+
+    can_redraw = False
 
     def __init__(
         self, folder: Path, name: str, *, project: str, entity: str | None, mode: str
@@ -35,9 +37,6 @@ class WandbSink:
         )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
-
-    def resume(self, step: int) -> None:
-        """Never called: `can_redraw` is False."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({**values, "step": step})

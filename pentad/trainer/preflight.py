@@ -14,7 +14,7 @@ from pentad.config.environments import environments
 from pentad.config.rules import checkpoint as checkpoint_rules
 from pentad.config.rules.algorithm import longest_sample
 from pentad.config.rules.check import check
-from pentad.config.rules.rule import RunCommand, RunFacts, StartFacts
+from pentad.config.rules.rule import RunCommand, RunFacts
 from pentad.config.rules.start import RULES
 from pentad.config.schema import Config
 from pentad.core.device import pick_device
@@ -104,9 +104,13 @@ def held_out(found: Sequence[CheckedEnvironment]) -> Prompts | None:
 
 def start_facts(device: torch.device, command: RunCommand) -> RunFacts:
     """Returns all facts that the rules need, for a run on this device."""
-    is_torchrun, has_agents = rank_from_environment() is not None, NODES in os.environ
-    start = StartFacts(torch.cuda.device_count(), is_torchrun, has_agents)
-    return RunFacts(command=command, device=kind_of(device), start=start)
+    return RunFacts(
+        command=command,
+        device=kind_of(device),
+        num_gpus=torch.cuda.device_count(),
+        is_torchrun=rank_from_environment() is not None,
+        has_agents=NODES in os.environ,
+    )
 
 
 def facts_here(config: Config, command: RunCommand) -> RunFacts:

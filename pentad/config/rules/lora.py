@@ -21,10 +21,7 @@ RULES = Rules(lambda config: config.actor.lora or config.critic.lora)
 
 def adapted(config: Config) -> Iterator[tuple[str, ModelConfig, LoraConfig]]:
     """Yields the roles that train an adapter."""
-    roles = {"actor": config.actor}
-    if config.algorithm.facts.needs_critic:
-        roles["critic"] = config.critic
-    for role, model in roles.items():
+    for role, model in config.trained_models.items():
         if model.lora is not None:
             yield role, model, model.lora
 

@@ -33,26 +33,18 @@ Stage = Literal["read", "start", "open"]
 plan), and when the samplers are open."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartFacts:
-    """Facts that are known when processes are started."""
-
-    num_gpus: int
-    """GPUs that torch finds on this machine."""
-    is_torchrun: bool = False
-    """Whether torchrun started this process."""
-    has_agents: bool = False
-    """Whether processes can be started on the other machines of a Slurm job."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Facts besides the config. The command is known when a recipe is read."""
 
     command: Command = "plan"
     device: DeviceKind | None = None
-    start: StartFacts | None = None
-    """None in a plan."""
+    num_gpus: int = 0
+    """GPUs that torch finds on this machine; this and the next two are not known in a plan."""
+    is_torchrun: bool = False
+    """Whether torchrun started this process."""
+    has_agents: bool = False
+    """Whether processes can be started on the other machines of a Slurm job."""
     samplers: Mapping[str, Collection[str]] | None = None
     """Capabilities of each sampler."""
 
@@ -61,11 +53,6 @@ class RunFacts:
         """The device type of the run."""
         assert self.device is not None, "only rules of the stage start read it"
         return self.device
-
-    @property
-    def at_start(self) -> StartFacts:
-        assert self.start is not None, "only rules of the stage start read it"
-        return self.start
 
     @property
     def stages(self) -> frozenset[Stage]:

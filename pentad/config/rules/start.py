@@ -99,9 +99,7 @@ def scorers_have_devices(config: Config, facts: RunFacts) -> Iterator[Problem]:
 
 @RULES.add(commands=RUNS, stage="start")
 def the_device_compiles(config: Config, facts: RunFacts) -> Iterator[Problem]:
-    models = {"actor": config.actor}
-    if facts.is_rl(config) and config.algorithm.facts.needs_critic:
-        models["critic"] = config.critic
+    models = config.trained_models if facts.is_rl(config) else {"actor": config.actor}
     for role, model in models.items() if facts.kind == "cpu" else ():
         rule = "blocks are compiled on CUDA only, and this run computes on cpu"
         if model.archon.ac_mode == "memory_budget":
@@ -136,7 +134,7 @@ def ranks_have_a_machine(config: Config, facts: RunFacts) -> list[Problem]:
     """Rejects more ranks than this machine has devices for; torchrun has checked this already."""
     if facts.is_plan:
         return process_problems(config, facts.kind)
-    return [] if facts.at_start.is_torchrun else rank_problems(config, facts)
+    return [] if facts.is_torchrun else rank_problems(config, facts)
 
 
 def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
@@ -150,7 +148,7 @@ def rank_problems(config: Config, facts: RunFacts) -> list[Problem]:
         rule = "GPUs of samplers and scorers are numbered after those of training"
         remedy = "let the sampler share the trainer's devices (embedded:dN|archon:dN), or use Ray"
         return [Problem("elastic.enabled = true", rule, remedy)]
-    count = facts.at_start.num_gpus
+    count = facts.num_gpus
     if facts.kind == "cuda" and actor.world > count:
         rule = f"needs {actor.world} GPUs, and torch finds {count} on this machine"
         remedy = "make the axes smaller, or start it with torchrun on several machines"
@@ -293,7 +291,7 @@ def weight_format_problems(
 @RULES.add(commands=("train", "sft"), is_noted=True, stage="start")
 def other_machines_are_reached(config: Config, facts: RunFacts) -> list[Problem]:
     """Rejects processes on other machines than the first without Ray or Slurm."""
-    if not facts.is_plan and (not facts.at_start.is_torchrun or facts.at_start.has_agents):
+    if not facts.is_plan and (not facts.is_torchrun or facts.has_agents):
         return []
     placed = find_topology(config)
     if placed is None or config.scheduler.type != "local":
@@ -313,7 +311,7 @@ def one_machine_is_enough(config: Config, facts: RunFacts) -> list[Problem]:
     nodes, kind = config.cluster.n_nodes, config.scheduler.type
     if nodes == 1 or kind != "local" or config.rollout.server.addresses:
         return []
-    if facts.at_start.is_torchrun or not config.part("actor"):
+    if facts.is_torchrun or not config.part("actor"):
         return []
     where = f"cluster.n_nodes = {nodes}"
     remedy = "start it with torchrun on each, use scheduler.type=ray or slurm, or set n_nodes=1"

@@ -39,9 +39,8 @@ class KeyUse:
 def unread(config: Config, command: Command = "plan") -> list[str]:
     """A message for each key that is set and that a command does not read."""
     readers = list(READERS)
-    for role, model in (("actor", config.actor), ("critic", config.critic)):
-        if role == "actor" or config.algorithm.facts.needs_critic:
-            readers += model_readers(role, model)
+    for role, model in config.trained_models.items():
+        readers += model_readers(role, model)
     for key, data in (
         ("train_dataset", config.train_dataset),
         ("valid_dataset", config.valid_dataset),

@@ -334,7 +334,7 @@ def server_problems(config: Config, facts: RunFacts) -> list[Problem | str]:
     if not here:  # the GPUs are on other machines
         return []
     needed = max((gpu for one in here for gpu in one.devices), default=-1) + 1
-    found = facts.at_start.num_gpus
+    found = facts.num_gpus
     if facts.kind == "cuda" and needed > found:
         where = f"allocation_mode = {config.allocation_mode}"
         problems.append(Problem(where, f"needs {needed} GPUs on this machine, which has {found}"))

@@ -219,10 +219,10 @@ def test_switches_that_exclude_each_other_name_the_way_out(seen):
 
 
 def test_one_key_set_twice_is_refused():
-    recipe = read_recipe(["r.yaml", "max_staleness=1"], None, {"max_staleness": 2})
+    recipe = read_recipe(["r.yaml", "max_staleness=1"], max_staleness=2)
     (problem,) = recipe.problems
     assert str(problem).startswith("--max-staleness and max_staleness=1: both set max_staleness")
-    assert read_recipe(["r.yaml", "mode=hybrid"], None, {"colocate": True}).problems
+    assert read_recipe(["r.yaml", "mode=hybrid"], colocate=True).problems
 
 
 def test_modes_are_those_of_the_schema():
@@ -230,7 +230,7 @@ def test_modes_are_those_of_the_schema():
 
 
 def test_a_path_with_an_equals_sign_is_a_path():
-    assert read_recipe(["runs/a=b/config.yaml"], None, {}).path == Path("runs/a=b/config.yaml")
+    assert read_recipe(["runs/a=b/config.yaml"]).path == Path("runs/a=b/config.yaml")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The walks of docs/code-walks.md, and docs/architecture.md, name functions that are there."""
+"""The walks of docs/code-walks.md, and docs/architecture.md, name functions that are there and call
+each other."""
 
 import ast
 import re
@@ -25,5 +26,35 @@ def test_every_step_of_the_walks_exists():
     assert len(steps) > 30
     missing = [step for step in steps if step[1] not in names_of(ROOT / "pentad" / step[0])]
     assert missing == []
-    files = re.findall(r"`((?!tests/)\w+/[\w/]+\.py)`", page)
+    files = re.findall(r"`((?!tests/|scripts/)\w+/[\w/]+\.py)`", page)
     assert [name for name in files if not (ROOT / "pentad" / name).exists()] == []
+
+
+def source_of(file: str, function: str) -> str:
+    """The text of a function, which may be a method."""
+    text = (ROOT / "pentad" / file).read_text()
+    found = ast.parse(text).body
+    for name in function.split("."):
+        (node,) = [one for one in found if getattr(one, "name", "") == name]
+        found = getattr(node, "body", [])
+    return ast.get_source_segment(text, node) or ""
+
+
+def calls(first: tuple[str, str], second: tuple[str, str]) -> bool:
+    name = second[1].rpartition(".")[2]
+    return re.search(rf"\b{name}\b", source_of(*first).partition("\n")[2]) is not None
+
+
+def test_every_arrow_of_the_walks_is_a_call():
+    page = (ROOT / "docs" / "code-walks.md").read_text()
+    step = r"`([\w/]+\.py):([\w.]+)`"
+    arrows = [found.groups() for found in re.finditer(rf"{step} -> (?={step})", page)]
+    assert len(arrows) > 25
+    wrong = [one for one in arrows if not calls(one[:2], one[2:])]
+    assert wrong == []
+
+
+def test_an_arrow_that_is_no_call_is_seen():
+    run = "trainer/run.py"
+    assert calls((run, "Run.steps"), (run, "Run._step"))
+    assert not calls((run, "Run.steps"), (run, "Run._save"))

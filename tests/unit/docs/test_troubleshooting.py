@@ -73,7 +73,7 @@ def plans():
         "actor.archon.ac_selective=op",
     ):
         yield from planned(*ZERO_BUBBLE, override)
-    recipe = read_recipe(["recipe.yaml"], None, {"colocate": True, "fully_async": True})
+    recipe = read_recipe(["recipe.yaml"], colocate=True, fully_async=True)
     yield from map(str, recipe.problems)
 
 

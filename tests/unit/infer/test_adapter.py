@@ -8,7 +8,7 @@ import torch
 from family_toys import FAMILY_CONFIGS
 from sections import sampler_settings
 
-from pentad.cli.recipe import adapter_keys, read_subject
+from pentad.cli.recipe import read_subject
 from pentad.core.errors import UserError
 from pentad.core.types import Request, SamplingParams
 from pentad.engine.section import LoraConfig
@@ -91,7 +91,7 @@ def test_draws_beside_the_base_are_those_of_the_merged_folder(tmp_path, case):
 
 def test_eval_takes_the_keys_of_an_adapter_from_its_folder(tmp_path):
     base, adapter, _ = folders(tmp_path, "dense")
-    recipe = read_subject([str(base)], {"adapter": adapter_keys(str(adapter))})
+    recipe = read_subject([str(base)], adapter=str(adapter))
     (override,) = [word for word in recipe.overrides if word.startswith("actor.lora=")]
     assert '"rank": 3' in override and f'"init_path": "{adapter}"' in override
 

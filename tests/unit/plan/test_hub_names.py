@@ -10,7 +10,7 @@ import pytest
 from hub_server import client_of, serving_hub
 from huggingface_hub import constants
 
-from pentad.config.load import dump_config, load_config, record_values
+from pentad.config.load import dump_config, read_config, record_values
 from pentad.core.errors import UserError
 from pentad.core.hub import HubName, hub_name, name_in_cache
 from pentad.data.rows import open_rows
@@ -203,8 +203,7 @@ def test_files_are_found_by_their_names_where_no_card_declares_them(hub):
         words = [*base, f"train_dataset.path=me/plain:{part}"]
         with pytest.raises(UserError):
             prepare(None, words, "train")  # the model; the data are looked up all the same
-        config = load_config(None, words)
-        pinned = pin(config, "reward").config
+        pinned = pin(read_config(None, words), "reward").config
         fetch(pinned, "reward")
         assert len(open_rows(pinned.train_dataset.path)) == count
     with pytest.raises(UserError, match="give me/plain:default:train or me/plain:one:train"):
