@@ -67,6 +67,7 @@ from pentad.parallel.gradients import global_square
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
+from pentad.telemetry.log import NOTICE
 from pentad.weights.blocks import iter_whole
 from pentad.weights.boxes import box_of
 from pentad.weights.hf import Carried, FolderPlan
@@ -415,8 +416,11 @@ class Engine:
         if self.is_offloaded:
             return
         self.held.rest()
-        if self.passes.graphs is not None:  # weights would return to other addresses
-            self.passes.graphs.release()
+        graphs = self.passes.graphs
+        if graphs is not None and graphs.is_on:  # weights would return to other addresses
+            text = "training passes are no longer captured as CUDA graphs: weights are offloaded"
+            log.info(text, extra=NOTICE)
+            graphs.release()
         states = self.optimizer.state.values() if self.optimizer else ()
         moments = [tensor for state in states for tensor in state.values()]
         frozen = self.base.to_offload() if self.base is not None else []

@@ -244,6 +244,7 @@ def plan_trainer(
         model=model,
         max_row_tokens=batch.sequence_tokens,
         strict=config.strict and part.key == "actor",
+        offloads=bool(config.offload_train),
     ).settled(device.kind, layout)
     is_captured = captures(settings, part.dims, layout, component.backend, device.kind)
     training = Training(
@@ -263,7 +264,7 @@ def plan_trainer(
         snapshot_on_host=config.snapshot_on_host(device.kind),
         publish_kind=publish_kind,
         keeps_newest=rollout is not None and not is_attached,
-        captures=trains and is_captured and not config.offload_train,
+        captures=trains and is_captured,
     )
     phases = [training_phases(training, rank) for rank in range(layout.pp)]
     role = "critic" if part.key == "critic" else component.role

@@ -276,17 +276,21 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
 
 
 def choose_graphs(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
-    """Switches `archon.cuda_graphs` off where it is auto if captured passes would fill the GPU."""
+    """Switches `archon.cuda_graphs` off where it is auto if captured passes would fill the GPU, or
+    if `offload_train` prevents captures."""
     if not _is_chosen_for(config, device, command):
         return config, []
-    plan = build_plan(config, device)
+    plan = build_plan(with_values(config, {"offload_train": False}), device)
     captured = {one.role for one in plan.trainers if one.training.captures}
     models = {"actor": config.actor, "critic": config.critic}
     roles = [role for role in captured & set(models) if models[role].archon.cuda_graphs == "auto"]
-    if not roles or plan.peak_bytes <= KEEPING_SHARE * device.memory_bytes:
+    is_offloaded, limit = config.offload_train, KEEPING_SHARE * device.memory_bytes
+    if not roles or (plan.peak_bytes <= limit and not is_offloaded):
         return config, []
     need, have = plan.peak_bytes / GIB, device.memory_bytes / GIB
     why = f"with captured passes {need:.1f} of {have:.1f} GiB are planned"
+    if is_offloaded:
+        why = "offload_train = true moves the weights to other addresses"
     keys = [f"{role}.archon.cuda_graphs" for role in sorted(roles)]
     changed = with_values(config, dict.fromkeys(keys, False))
     return changed, [f"{key} = false: {why}" for key in keys]

@@ -316,8 +316,11 @@ def test_passes_of_small_models_are_captured_where_a_gpu_has_ample_room():
     assert note.startswith("actor.archon.cuda_graphs = false: with captured passes ")
     told, notes = chosen("actor.archon.cuda_graphs=true", memory=edge - 0.1)
     assert (told.trainers[0].training.captures, notes) == (True, [])
-    offloaded, _ = chosen("offload_train=true")
+    offloaded, (note,) = chosen("offload_train=true")
     assert not offloaded.trainers[0].training.captures
+    assert note == (
+        "actor.archon.cuda_graphs = false: offload_train = true moves the weights to other addresses"
+    )
 
 
 def test_runs_choose_for_the_gpu_that_is_here():
