@@ -27,7 +27,7 @@ from typing import IO, Any, TypeVar
 from pentad.core.errors import Transient
 from pentad.core.machine import flush_output
 from pentad.core.specs import load
-from pentad.runtime.process import FAILED, Child, die_with_parent
+from pentad.runtime.process import FAILED, KILLED_S, Child, die_with_parent
 
 T = TypeVar("T")
 
@@ -175,8 +175,7 @@ class Helper:
         self.reader = threading.Thread(target=self._read, name="helper", daemon=True)
         self.reader.start()
         if stall_s is not None:
-            watched = stall_s, lambda: bool(self.calls)
-            threading.Thread(target=self.child.end_when_stalled, args=watched, daemon=True).start()
+            threading.Thread(target=self._watch, args=(stall_s,), daemon=True).start()
 
     def call(self, *arguments: Any) -> Future[Any]:
         """Returns a future of the result or exception; Died if the process ends before."""
@@ -209,8 +208,18 @@ class Helper:
         """Waits for its calls, then ends it; calls that take longer than `timeout_s` fail."""
         self.tell(END)
         if not self.wait(timeout_s):
-            self.child.end()
+            self.end()
             self.wait()
+
+    def end(self) -> None:
+        """Kills it; its calls fail."""
+        self.child.end()
+        with suppress(OSError):  # a process that does not end keeps its end open
+            self.channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self, stall_s: float) -> None:
+        self.child.end_when_stalled(stall_s, lambda: bool(self.calls))
+        self.end()
 
     def _read(self) -> None:
         try:
@@ -224,12 +233,12 @@ class Helper:
                 else:
                     self.calls.pop(number).set_exception(error)
         except EOFError:
-            self.child.wait()
+            self.child.wait(KILLED_S)
         except Exception as error:
             self.child.end(f"was ended: a message of it cannot be read ({error!r})")
         with self.guard:
-            self.lost = f"{self.name} {self.child.ended()}"
             self.child.end()
+            self.lost = f"{self.name} {self.child.ended()}"
             self.channel.sock.close()
             lost, self.calls = self.calls, {}
         for future in lost.values():
@@ -256,7 +265,7 @@ class HelperPool(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """With `cancel_futures`, calls in progress are ended too."""
         for helper in self.helpers if cancel_futures else ():
-            helper.child.end()
+            helper.end()
         super().shutdown(wait, cancel_futures=cancel_futures)
         for helper in self.helpers:
             helper.close()
