@@ -18,6 +18,7 @@ from pentad.planner.hub import fetch, pin
 from pentad.planner.plan import choose_device
 from pentad.planner.remedies import (
     choose_graphs,
+    choose_layers,
     choose_logits,
     choose_microbatches,
     choose_offloading,
@@ -75,6 +76,9 @@ def prepare(
         config, said = choose_graphs(config, device, command)
         notes += said
         config, said = choose_logits(config, device, command)
+        notes += said
+    if is_run:
+        config, said = choose_layers(config, device)
         notes += said
     return config, notes
 

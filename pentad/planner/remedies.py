@@ -23,7 +23,7 @@ from pentad.config.topology import find_topology
 from pentad.core.dims import ModelDims
 from pentad.core.fit import splits_backward
 from pentad.core.layout import Allocation, Component, Dims
-from pentad.core.machine import GIB
+from pentad.core.machine import GIB, installed
 from pentad.engine.section import LoraConfig
 from pentad.models.catalog import dims_of, known_dims
 from pentad.planner.figures import Device, RunPlan
@@ -294,6 +294,24 @@ def choose_graphs(config: Config, device: Device, command: Command) -> tuple[Con
     keys = [f"{role}.archon.cuda_graphs" for role in sorted(roles)]
     changed = with_values(config, dict.fromkeys(keys, False))
     return changed, [f"{key} = false: {why}" for key in keys]
+
+
+def choose_layers(config: Config, device: Device) -> tuple[Config, list[str]]:
+    """Settles `megatron.transformer_impl` for a run on this machine. It is recorded, so a later
+    start that would choose other layers is refused."""
+    backends = {part.backend for part in config.allocation}
+    if "megatron" not in backends or config.megatron.transformer_impl != "auto":
+        return config, []
+    if not device.is_here:
+        return config, []
+    chosen, version = "local", installed("transformer-engine")
+    why = "Transformer Engine is not installed"
+    if version is not None and device.kind == "cuda":
+        chosen, why = "transformer_engine", f"version {version} is installed"
+    elif version is not None:
+        why = "Transformer Engine needs a GPU"
+    key = "megatron.transformer_impl"
+    return with_values(config, {key: chosen}), [f"{key} = {chosen}: {why}"]
 
 
 def _is_chosen_for(config: Config, device: Device, command: Command) -> bool:
