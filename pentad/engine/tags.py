@@ -127,7 +127,8 @@ class WeightTags:
 
 class Offload:
     """Moves storages to the host, into memory that is never freed, because pinning is slow. Tensors
-    keep their identity without memory, so modules, optimizer and views stay valid."""
+    keep their identity without memory, so modules, optimizer and views stay valid. On a CPU a
+    storage stays that was read or written as NumPy's: it may not be resized."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -138,7 +139,8 @@ class Offload:
         """Moves storages to the host; memory shared by several tensors is moved once."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.device.type == self.device.type and storage.nbytes():
+            stays = storage.device.type == "cpu" and not storage.resizable()
+            if storage.device.type == self.device.type and storage.nbytes() and not stays:
                 self.away[storage._cdata] = storage
         for key, storage in self.away.items():
             room = self.rooms.get(key)
