@@ -27,6 +27,7 @@ from pentad.cli.options import (
 )
 from pentad.cli.recipe import (
     EVAL_OPTIONS,
+    KEEPS_OPTIONS,
     Recipe,
     adapter_keys,
     read_subject,
@@ -67,7 +68,7 @@ def options(version: Version = False) -> None:
     pass
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @takes_recipe
 def train(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
@@ -78,7 +79,7 @@ def train(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
     run_command(recipe, "train", fresh, view=view)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def sft(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
@@ -86,7 +87,7 @@ def sft(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
     run_command(recipe, "sft", fresh, view=view)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def pretrain(
@@ -105,7 +106,7 @@ def pretrain(
     run_command(recipe, "pretrain", fresh, view=view, most_steps=most_steps)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def dpo(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
@@ -116,7 +117,7 @@ def dpo(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
     run_command(recipe, "dpo", fresh, view=view)
 
 
-@app.command("reward-model")
+@app.command("reward-model", context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def reward_model(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
@@ -129,7 +130,7 @@ def reward_model(recipe: Recipe, fresh: Fresh = False, view: View = False) -> No
     run_command(recipe, "reward-model", fresh, view=view)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @takes_recipe
 def plan(
@@ -229,7 +230,7 @@ def demo(
     run_demo(seed=seed, fileroot=fileroot, device=device, steps=steps, fresh=fresh)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def reward(
