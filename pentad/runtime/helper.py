@@ -39,6 +39,11 @@ END = None
 class Died(Transient):
     """A helper exited without an answer."""
 
+    def __init__(self, text: str, pid: int = 0) -> None:
+        """`pid`: that of the helper, which may be one of another process that raised this."""
+        super().__init__(text)
+        self.pid = pid
+
 
 class Descriptor(int):
     """A file descriptor in a message: the receiver gets a duplicate."""
@@ -182,7 +187,7 @@ class Helper:
         future: Future[Any] = Future()
         with self.guard:
             if self.lost:
-                future.set_exception(Died(self.lost))
+                future.set_exception(Died(self.lost, self.child.pid))
                 return future
             number = next(self.numbers)
             self.calls[number] = future
@@ -242,7 +247,7 @@ class Helper:
             self.channel.sock.close()
             lost, self.calls = self.calls, {}
         for future in lost.values():
-            future.set_exception(Died(self.lost))
+            future.set_exception(Died(self.lost, self.child.pid))
 
 
 class HelperPool(ThreadPoolExecutor):
