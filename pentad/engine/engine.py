@@ -60,6 +60,7 @@ from pentad.models.joined import join_all_projections, leave_room
 from pentad.models.lora import switched_off
 from pentad.models.moe import Routes
 from pentad.models.registry import build_whole, carried_by, plan_export
+from pentad.ops.capture import free_cached_memory
 from pentad.ops.meter import Meter
 from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
@@ -550,7 +551,7 @@ class Engine:
                 leave_room(decoder, lora.rank)
             join_all_projections(decoder)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the former memory, before a cache is sized by what is free
+            free_cached_memory()  # the former memory, before a cache is sized by what is free
         return self.held.frozen()
 
     def weights_to_save(self) -> dict[str, Shard]:
