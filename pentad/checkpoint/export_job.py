@@ -26,6 +26,7 @@ from pentad.checkpoint.job import (
 from pentad.core import lock
 from pentad.core.errors import RunError, naming
 from pentad.core.files import Disk, make_folders, place_folder, remove_tree
+from pentad.runtime.rank import pulse
 from pentad.weights.regions import Runs
 
 COMPARED_BYTES = 1 << 18
@@ -86,6 +87,7 @@ def _write_blocks(path: Path, blocks: list[BlockSpec], disk: Disk) -> None:
                 assert len(view) == block.runs.num_bytes, f"{path}: a block of {len(view)} bytes"
                 for offset, start, stop in block.runs.parts():
                     disk.write(fd, view[start:stop], offset)
+                pulse()
                 return len(view)
 
             for num_bytes in pool.map(write, blocks):
@@ -105,6 +107,7 @@ def _write_blocks(path: Path, blocks: list[BlockSpec], disk: Disk) -> None:
 
 def _is_written(path: Path, block: BlockSpec) -> bool:
     """Whether the file contains the block's bytes; compares pieces that fit the CPU cache."""
+    pulse()
     view = view_of(block.content)
     with path.open("rb", buffering=0) as file:
         number = file.fileno()

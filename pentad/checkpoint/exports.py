@@ -23,6 +23,7 @@ from pentad.checkpoint.rank_saver import Outcomes, RankSaver
 from pentad.checkpoint.writer import Pending, Writer, failure_in
 from pentad.core.errors import RunError, UserError
 from pentad.core.group_values import gather_values
+from pentad.ops.capture import wait_for_device
 from pentad.runtime.rank import pulse
 from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
 from pentad.weights.hf import Carried, FolderPlan
@@ -148,7 +149,7 @@ class Exporter(RankSaver):
             pulse()
             block.copy_to(block.view(self.memory.bytes), shards)
         if device is not None:
-            torch.cuda.synchronize(device)
+            wait_for_device(device)
         return lambda block: Span(memory, block.offset, block.size_bytes)
 
     def _lazily(self, shards: Mapping[str, Shard]) -> GiveBlock:
@@ -167,7 +168,7 @@ class Exporter(RankSaver):
                     own.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
                 block.copy_to(block.view(own.memory, 0), shards)
                 if device is not None:
-                    torch.cuda.synchronize(device)
+                    wait_for_device(device)
             return memoryview(own.memory[: block.size_bytes].numpy())
 
         return lambda block: Lazy(block.size_bytes, partial(produce, block))

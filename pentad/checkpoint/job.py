@@ -33,6 +33,7 @@ from pentad.core.errors import RunError, naming
 from pentad.core.faults import hit
 from pentad.core.files import REAL_DISK, Disk, make_folders, write_atomic
 from pentad.runtime.helper import Descriptor, memory_file
+from pentad.runtime.rank import pulse
 
 NUM_THREADS = 4
 """Number of threads; each one hashes and writes whole pieces."""
@@ -348,6 +349,7 @@ def _write_pieces(fd: int, pieces: tuple[Piece, ...], disk: Disk) -> list[PieceE
         for part in _parts(piece):
             digest.update(part)
             disk.write(fd, part, end)
+            pulse()
             end += len(part)
         return PieceEntry(piece.name, start, end - start, digest.hexdigest())
 

@@ -39,6 +39,7 @@ from pentad.checkpoint.job import (
 from pentad.checkpoint.rank_saver import RankSaver
 from pentad.checkpoint.writer import Pending, Writer
 from pentad.core.errors import RunError
+from pentad.ops.capture import wait_for_device
 from pentad.parallel.cuts import local
 from pentad.weights.dcp import frame_of
 from pentad.weights.megatron.layout import INDEX
@@ -64,7 +65,7 @@ def copy_to(memory: Tensor, tensors: Iterable[tuple[int, Tensor]]) -> None:
         if tensor.is_cuda:
             devices.add(tensor.device)
     for device in devices:
-        torch.cuda.synchronize(device)
+        wait_for_device(device)
 
 
 COUNTERS = "counters.json"

@@ -210,7 +210,7 @@ class Tiers:
                 if names:
                     deadline = min(deadline, awake_s() + STOPPED_S)
                 if len(names) > 1 or awake_s() > deadline:
-                    uploader.child.end()
+                    uploader.end()
         return names[-1] if names else ""
 
     @property

@@ -24,7 +24,7 @@ from pentad.cli.options import (
     ServeOptions,
     takes_options,
 )
-from pentad.cli.recipe import Recipe, takes_recipe, takes_subject
+from pentad.cli.recipe import KEEPS_OPTIONS, Recipe, takes_recipe, takes_subject
 from pentad.cli.runs import SMOKE_STEPS, run_command
 
 app = typer.Typer(
@@ -60,7 +60,7 @@ def options(version: Version = False) -> None:
     pass
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @takes_recipe
 def train(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
@@ -71,7 +71,7 @@ def train(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
     run_command(recipe, "train", fresh, view=view)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def sft(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
@@ -79,7 +79,7 @@ def sft(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
     run_command(recipe, "sft", fresh, view=view)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def pretrain(
@@ -98,7 +98,7 @@ def pretrain(
     run_command(recipe, "pretrain", fresh, view=view, most_steps=most_steps)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def dpo(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
@@ -109,7 +109,7 @@ def dpo(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
     run_command(recipe, "dpo", fresh, view=view)
 
 
-@app.command("reward-model")
+@app.command("reward-model", context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def reward_model(recipe: Recipe, fresh: Fresh = False, view: View = False) -> None:
@@ -122,7 +122,7 @@ def reward_model(recipe: Recipe, fresh: Fresh = False, view: View = False) -> No
     run_command(recipe, "reward-model", fresh, view=view)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @takes_recipe
 def plan(
@@ -222,7 +222,7 @@ def demo(
     run_demo(seed=seed, fileroot=fileroot, device=device, steps=steps, fresh=fresh)
 
 
-@app.command()
+@app.command(context_settings=KEEPS_OPTIONS)
 @reporting
 @functools.partial(takes_recipe, switches=False)
 def reward(
@@ -242,7 +242,7 @@ def reward(
     run_reward_command(config, row, completion)
 
 
-@app.command(name="eval")
+@app.command(name="eval", context_settings=KEEPS_OPTIONS)
 @reporting
 @takes_subject
 def evaluate(

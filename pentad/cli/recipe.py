@@ -5,11 +5,13 @@ A switch such as `--max-staleness 2` is another way to write the override `max_s
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from pentad.config.schema import Config
 
 OVERRIDE = re.compile(r"\+*[A-Za-z_][\w.]*=", re.ASCII)
+KEEPS_OPTIONS = {"ignore_unknown_options": True}
+"""Settings of commands with a recipe: an unknown option is a word, for which `refuse_options` names
+the key that was meant."""
 MODES = {"colocate": "colocate", "hybrid": "hybrid", "fully_async": "async"}
 """Switch -> value of the key `mode`."""
 
@@ -134,7 +139,8 @@ def _reads(
     @functools.wraps(command)
     def wrapped(words: list[str] | None, **options: Any) -> None:
         rest = {name: options.pop(name) for name in own_names}
-        command(read(words or [], **options), **rest)
+        kept, problems = refuse_options(words or [], [*own_names, *options])
+        command(read(kept, problems=problems, **options), **rest)
 
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
     own_names = [parameter.name for parameter in own]
@@ -143,26 +149,70 @@ def _reads(
     return wrapped
 
 
-def read_recipe(words: list[str], config: Path | None = None, **options: object) -> Recipe:
-    """Separates words into recipe and overrides, and converts switches to overrides."""
+def refuse_options(words: list[str], known: Collection[str]) -> tuple[list[str], list[Problem]]:
+    """Separates words into those that are read and problems of unknown options, which the parser
+    passes on (`KEEPS_OPTIONS`). `known`: names of the command's options."""
+    kept: list[str] = []
     problems: list[Problem] = []
+    left = deque(words)
+    while left:
+        word = left.popleft()
+        if not word.startswith("-") or word == "-":
+            kept.append(word)
+            continue
+        name, _, value = word.partition("=")
+        is_value = left and not left[0].startswith("--") and not OVERRIDE.match(left[0])
+        if not value and is_value and Path(left[0]).suffix not in (".yaml", ".yml"):
+            value = left.popleft()
+        problems.append(_unknown_option(name, value, known))
+    return kept, problems
+
+
+def _unknown_option(name: str, value: str, known: Collection[str]) -> Problem:
+    from pentad.config.describe import fields, join_or
+    from pentad.config.load import meant_keys
+
+    where, rule = f"{name} {value}".strip(), "there is no such option"
+    key = name.lstrip("-").replace("-", "_")
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    if near:
+        return Problem(where, rule, f"did you mean {_option(near[0])}?")
+    keys = [key] if key in fields() else meant_keys(key)
+    if not keys:
+        remedy = "keys of the recipe are written as KEY=VALUE (docs/configuration.md has all)"
+        return Problem(where, rule, remedy)
+    written = join_or([f"{one}={value or 'VALUE'}" for one in keys])
+    return Problem(where, rule, f"keys of the recipe are written without dashes: {written}")
+
+
+def read_recipe(
+    words: list[str],
+    config: Path | None = None,
+    *,
+    problems: Sequence[Problem] = (),
+    **options: object,
+) -> Recipe:
+    """Separates words into recipe and overrides, and converts switches to overrides. `problems`:
+    those found before."""
+    problems = list(problems)
     overrides = list(words)
     if config is None and overrides and not OVERRIDE.match(overrides[0]):
         config = Path(overrides.pop(0))
     if config is None and not overrides:
         rule, remedy = "is not given", "name a YAML file, for example: pentad train recipe.yaml"
-        raise UserError(Problem("recipe", rule, remedy))
+        raise UserError([*problems, *([] if problems else [Problem("recipe", rule, remedy)])])
     _append(_given(options, problems), overrides, problems)
     return Recipe(config, overrides, problems)
 
 
-def read_subject(words: list[str], **options: Any) -> Recipe:
-    """The recipe of `eval`, from a recipe file or a model folder; named options set keys."""
+def read_subject(words: list[str], *, problems: Sequence[Problem] = (), **options: Any) -> Recipe:
+    """The recipe of `eval`, from a recipe file or a model folder; named options set keys.
+    `problems`: those found before."""
     if not words or OVERRIDE.match(words[0]):
         remedy = "name a model's folder or a YAML file, for example: pentad eval models/m --data d"
-        raise UserError(Problem("model", "is not given", remedy))
+        raise UserError([*problems, Problem("model", "is not given", remedy)])
     subject, *overrides = words
-    problems: list[Problem] = []
+    problems = list(problems)
     found: list[tuple[str, str, object]] = []
     for switch in EVAL_SWITCHES:
         value = options.get(switch.name)
@@ -175,7 +225,8 @@ def read_subject(words: list[str], **options: Any) -> Recipe:
         return Recipe(Path(subject), overrides, problems)
     if "://" in subject:
         rule = "the first word is a folder of this machine; the tokenizer is read from it"
-        raise UserError(Problem(f"model = {subject}", rule, f"give it, and --address {subject}"))
+        remedy = f"give it, and --address {subject}"
+        raise UserError([*problems, Problem(f"model = {subject}", rule, remedy)])
     _append([("the first word", "actor.path", json.dumps(subject)), *found], overrides, problems)
     return Recipe(None, overrides, problems)
 

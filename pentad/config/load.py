@@ -222,7 +222,7 @@ def _has_known_words(key: str, value: dict[str, object]) -> bool:
     return any(name not in known and by_last_word(f"{key}.{name}") for name in value)
 
 
-def _meant(key: str) -> list[str]:
+def meant_keys(key: str) -> list[str]:
     """Suggestions for an unknown key. A similar name counts as misspelt or as in the wrong block;
     other names are looked up by their last word."""
     near, word, here = nearest_keys(key), key.rpartition(".")[2], by_last_word(key)
@@ -241,7 +241,7 @@ def _unknown_key(key: str, value: object, tree: Tree) -> Problem:
         return refused
     if remedy := hint(key):
         return Problem(where, "there is no such key", remedy)
-    near = _meant(key)
+    near = meant_keys(key)
     tree.bad.update(name for name in near if name not in tree.sources)
     if near:
         return Problem(where, "there is no such key", f"did you mean {join_or(near)}?")

@@ -81,15 +81,20 @@ class Dumper(yaml.SafeDumper):
     """Quotes every text that `Loader` or a YAML 1.1 reader would read as something else."""
 
 
-def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
     # PyYAML loses unusual line breaks such as U+0085 unless the text is in double quotes.
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar(TEXT, text, style)
 
 
-Dumper.add_representer(str, _represent_text)
+class FastDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """`Dumper` by libyaml, if it is installed: the same bytes for plain values (`_is_plain`)."""
+
+
+for _dumper in (Dumper, FastDumper):
+    _dumper.add_representer(str, _represent_text)
 for _tag, (_pattern, _first) in PLAIN_TYPES.items():
-    for _class in (Loader, Dumper):
+    for _class in (Loader, Dumper, FastDumper):
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), list(_first))
 
 
@@ -137,7 +142,21 @@ def dotted(keys: Keys) -> str:
 def dump_yaml(values: Mapping[str, Any]) -> str:
     """YAML that `read_tree` reads back to the same values."""
     escaped = _map_texts(dict(values), _without_references)
-    return yaml.dump(escaped, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+    dumper: Any = FastDumper if _is_plain(escaped) else Dumper
+    text: str = yaml.dump(escaped, Dumper=dumper, sort_keys=False, allow_unicode=True, width=100)
+    return text
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether both dumpers write the same: libyaml escapes characters beyond U+FFFF, and breaks
+    long lines in double quotes and unusual keys differently."""
+    if isinstance(value, dict):
+        return all(0 < len(key) < 64 and _is_plain(key) for key in value) and all(
+            map(_is_plain, value.values())
+        )
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return not isinstance(value, str) or (value.isascii() and value.isprintable())
 
 
 def write_override(key: str, value: Any) -> str:

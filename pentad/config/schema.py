@@ -102,7 +102,8 @@ class ConvertorConfig(Section):
 class MegatronConfig(Section):
     transformer_impl: TransformerImpl = "auto"
     """Layers of `megatron:`. transformer_engine: those of Transformer Engine, with grouped kernels
-    for experts; local: Megatron's own; auto: Transformer Engine's if it is installed."""
+    for experts; local: Megatron's own; auto: Transformer Engine's if it is installed. A run records
+    its choice, and a later start that would choose other layers is refused."""
     use_hf_ckpt: bool = False
     """Converts the HF model into a legacy Megatron checkpoint before the first run and starts from
     it. Not needed for training, which reads HF folders directly."""

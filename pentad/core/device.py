@@ -69,17 +69,32 @@ YOUNG_OBJECTS = 10_000
 """Net number of new objects between two collections of a process with a frozen heap. A step with a
 thousand answers creates some 20,000, nearly all of which are freed without a collection."""
 
+RARELY = 10
+"""How many times as much garbage a step may leave before a full collection starts within it; less
+is collected between steps."""
+
 is_frozen = False
+has_loop = False
+"""Whether the loop of a run is in this process."""
 found_threshold = gc.get_threshold()
 """The process's thresholds before its heap was frozen."""
 
 
-def freeze_gc(num_steps: int) -> None:
+def freeze_gc(num_steps: int, *, is_loop: bool = False) -> None:
     """Called after every step. After WARM_STEPS it excludes all existing objects from garbage
     collection, and makes collections rarer: a full one visits every object, takes about half a
-    second with torch's compiler loaded, and starts at any point of a step. Does nothing if the
-    process had frozen objects before the run, which could not be told apart at its end."""
-    global is_frozen, found_threshold
+    second with torch's compiler loaded, and starts at any point of a step. Later it makes the full
+    ones, if they are due. Does nothing if the process had frozen objects before the run, which
+    could not be told apart at its end.
+
+    `is_loop`: called by the loop of a run, between its steps. Others in its process then leave full
+    collections to it."""
+    global is_frozen, found_threshold, has_loop
+    has_loop |= is_loop
+    if is_frozen and num_steps > WARM_STEPS and is_loop == has_loop:
+        if gc.get_count()[2] > found_threshold[2]:
+            gc.collect()
+        return
     if num_steps != WARM_STEPS:
         return
     gc.collect()
@@ -87,14 +102,16 @@ def freeze_gc(num_steps: int) -> None:
         gc.freeze()
         if not is_frozen:
             found_threshold = gc.get_threshold()
-            gc.set_threshold(max(YOUNG_OBJECTS, found_threshold[0]), *found_threshold[1:])
+            young, middle, old = found_threshold
+            gc.set_threshold(max(YOUNG_OBJECTS, young), middle, RARELY * old)
         is_frozen = True
         atexit.register(unfreeze_gc)  # else objects freed at exit are reported as leaks
 
 
 def unfreeze_gc() -> None:
     """Makes objects collectable again at the end of a run, for a process that continues."""
-    global is_frozen
+    global is_frozen, has_loop
+    has_loop = False
     if is_frozen:
         gc.unfreeze()
         gc.set_threshold(*found_threshold)

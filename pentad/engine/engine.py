@@ -60,6 +60,7 @@ from pentad.models.joined import join_all_projections, leave_room
 from pentad.models.lora import switched_off
 from pentad.models.moe import Routes
 from pentad.models.registry import build_whole, carried_by, plan_export
+from pentad.ops.capture import free_cached_memory
 from pentad.ops.meter import Meter
 from pentad.parallel.blocks import compiling
 from pentad.parallel.collectives import gather_shared, reduce_ranks
@@ -67,6 +68,7 @@ from pentad.parallel.gradients import global_square
 from pentad.parallel.mesh import Meshes, build_meshes
 from pentad.runtime.environment import make_deterministic
 from pentad.runtime.rank import pulse
+from pentad.telemetry.log import NOTICE
 from pentad.weights.blocks import iter_whole
 from pentad.weights.boxes import box_of
 from pentad.weights.hf import Carried, FolderPlan
@@ -415,8 +417,11 @@ class Engine:
         if self.is_offloaded:
             return
         self.held.rest()
-        if self.passes.graphs is not None:  # weights would return to other addresses
-            self.passes.graphs.release()
+        graphs = self.passes.graphs
+        if graphs is not None and graphs.is_on:  # weights would return to other addresses
+            text = "training passes are no longer captured as CUDA graphs: weights are offloaded"
+            log.info(text, extra=NOTICE)
+            graphs.release()
         states = self.optimizer.state.values() if self.optimizer else ()
         moments = [tensor for state in states for tensor in state.values()]
         frozen = self.base.to_offload() if self.base is not None else []
@@ -546,7 +551,7 @@ class Engine:
                 leave_room(decoder, lora.rank)
             join_all_projections(decoder)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the former memory, before a cache is sized by what is free
+            free_cached_memory()  # the former memory, before a cache is sized by what is free
         return self.held.frozen()
 
     def weights_to_save(self) -> dict[str, Shard]:

@@ -114,7 +114,8 @@ class ArchonConfig(Section):
     occurs again, and replays it for later microbatches, which are padded to few sizes (above 8,192
     tokens by at most about 1/16). auto: on for models so small that the host would launch their
     kernels more slowly than a GPU computes them (`core.sizes.HOST_BOUND_FLOPS`), if they are on one
-    GPU with archon, compiled, in bfloat16, and have neither experts, delta nets nor an adapter."""
+    GPU with archon, compiled, in bfloat16, and have neither experts, delta nets nor an adapter, and
+    `offload_train` is off."""
     reshard_after_forward_policy: Literal["default", "always", "never"] = "default"
     """Whether parameters are sharded again between forward and backward. default: yes, but not
     in a pipeline and not on one rank (unless offloaded), where that only costs time."""
@@ -395,6 +396,8 @@ class EngineSettings:
     """Memory for one chunk of logits; None: `ops.logprob.CHUNK_BYTES`."""
     transformer_impl: TransformerImpl = "auto"
     """The layers of the backend megatron."""
+    offloads: bool = False
+    """Whether the weights leave the GPU between steps, and return to other addresses."""
 
     def settled(self, device: str, layout: Layout) -> EngineSettings:
         """Returns these settings with a value for every unset key."""
@@ -444,6 +447,7 @@ def no_graphs(
         "strict mode prepares its kernels on the host": settings.strict,
         "passes with an adapter are not captured": model.lora is not None,
         "parameters are copied from the host during a pass": archon.offload_params,
+        "offload_train = true moves the weights to other addresses": settings.offloads,
         "reshard_after_forward_policy = always casts weights during a pass": archon.is_resharded,
         "use_deterministic_algorithms is on": archon.use_deterministic_algorithms,
         "blocks are not compiled": archon.enable_compile is not True,

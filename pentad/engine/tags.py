@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import RunError
+from pentad.ops.capture import free_cached_memory, wait_for_device
 
 
 class FlatCopy:
@@ -36,11 +37,11 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies pairwise; after it returns both sides may be used."""
     devices = {x.device for x in (*targets, *sources) if x.is_cuda}
     if not devices and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # offloaded weights may still be copied for a pass
+        wait_for_device()  # offloaded weights may still be copied for a pass
     torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
     if devices and any(not x.is_cuda for x in (*targets, *sources)):
         for device in devices:  # copies to and from pinned memory are asynchronous
-            torch.cuda.synchronize(device)
+            wait_for_device(device)
 
 
 class WeightTags:
@@ -127,7 +128,8 @@ class WeightTags:
 
 class Offload:
     """Moves storages to the host, into memory that is never freed, because pinning is slow. Tensors
-    keep their identity without memory, so modules, optimizer and views stay valid."""
+    keep their identity without memory, so modules, optimizer and views stay valid. On a CPU a
+    storage stays that was read or written as NumPy's: it may not be resized."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -138,7 +140,8 @@ class Offload:
         """Moves storages to the host; memory shared by several tensors is moved once."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.device.type == self.device.type and storage.nbytes():
+            stays = storage.device.type == "cpu" and not storage.resizable()
+            if storage.device.type == self.device.type and storage.nbytes() and not stays:
                 self.away[storage._cdata] = storage
         for key, storage in self.away.items():
             room = self.rooms.get(key)
@@ -151,7 +154,7 @@ class Offload:
         for storage in self.away.values():
             storage.resize_(0)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # a sampler in another process may need it
+            free_cached_memory()  # a sampler in another process may need it
 
     def come_back(self) -> None:
         for key, storage in self.away.items():
@@ -162,7 +165,7 @@ class Offload:
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            wait_for_device(self.device)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

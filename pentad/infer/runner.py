@@ -35,6 +35,7 @@ from pentad.models.latent import apply_absorbed
 from pentad.models.lora import apply_lora, blank_factors
 from pentad.models.moe import Experts, Routes
 from pentad.models.strict import apply_strict
+from pentad.ops.capture import free_cached_memory, wait_for_device
 from pentad.ops.delta import RememberingAttend
 from pentad.ops.experts import can_group
 from pentad.ops.pages import EIGHT_BITS
@@ -148,7 +149,7 @@ class Runner:
             assert isinstance(model, Decoder)
             join_all(model)
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # frees the parts that were joined
+                free_cached_memory()  # frees the parts that were joined
         self.cache = KVCache(
             model.cache_dims,
             self.num_blocks,
@@ -194,10 +195,10 @@ class Runner:
                         parameter, device="cpu", pin_memory=True, requires_grad=False
                     )
                 self.resting[name].copy_(parameter.data, non_blocking=True)
-            torch.cuda.synchronize(self.device)
+            wait_for_device(self.device)
             for name, parameter in self.model.named_parameters():
                 parameter.data = self.resting[name]
-            torch.cuda.empty_cache()
+            free_cached_memory()
 
     # Steps.
 

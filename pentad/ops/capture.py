@@ -12,7 +12,9 @@ import torch
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-_ALONE = threading.Lock()
+_ALONE = threading.RLock()
+"""Held during a capture, and by work on the whole device, which would end it with an error.
+Reentrant: within a capture such work is torch's error, not a deadlock."""
 
 
 @contextmanager
@@ -29,3 +31,15 @@ def capturing(
         torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
     ):
         yield
+
+
+def wait_for_device(device: torch.device | None = None) -> None:
+    """Waits for all work of the device, after a capture of another thread."""
+    with _ALONE:
+        torch.cuda.synchronize(device)
+
+
+def free_cached_memory() -> None:
+    """Returns unused memory to the device, after a capture of another thread."""
+    with _ALONE:
+        torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ from pentad.models.towers import other_bytes
 from pentad.planner.adapters import folder_bytes
 from pentad.planner.figures import Batch, Device, Files, SamplePlan, TrainPlan
 from pentad.planner.memory import HOST_BYTES_PER_RANK, PHASES, Training, trained_bytes
+from pentad.planner.sampling import base_bytes
 
 NUM_CHECKPOINTS = 3
 """Number of simultaneous recovery checkpoints on disk: the kept ones, and the one being written."""
@@ -62,7 +63,8 @@ def _host_bytes(group: list[TrainPlan], name: str, per_node: int | None) -> floa
     local = min(ranks, per_node) if per_node else ranks
     worst = lead = 0.0
     for trainer in group:
-        only = trainer.phases[0][name].host.get("snapshot", 0.0)
+        host = trainer.phases[0][name].host
+        only = host.get("snapshot", 0.0) + host.get("fp8 copies", 0.0)
         own = trainer.phases[0][name].host_bytes - only
         worst += max([own, *(row[name].host_bytes for row in trainer.phases[1:])])
         lead += only
@@ -76,10 +78,7 @@ def transfer_bytes(config: Config, samplers: list[SamplePlan]) -> float:
         return 0.0
     return sum(
         sampler.component.size("d")
-        * (
-            sampler.sampling.adapter_bytes
-            or sampler.sampling.weight_bytes * sampler.sampling.dims.num_params
-        )
+        * (sampler.sampling.adapter_bytes or base_bytes(sampler.sampling))
         for sampler in samplers
         if sampler.component.backend != "embedded"
     )

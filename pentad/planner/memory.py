@@ -78,6 +78,8 @@ class Training:
     """How weights are published by the learner (`config.topology`)."""
     keeps_newest: bool = False
     """Whether the newest weights are kept for restarted samplers."""
+    converted_bytes: float = 0.0
+    """Bytes of the copies in fp8 that a publish makes for servers, all at once."""
     captures: bool = False
     """Whether passes are captured as CUDA graphs, whose memory stays allocated."""
 
@@ -407,6 +409,9 @@ def training_phases(training: Training, pp_rank: int) -> dict[str, Phase]:
             size = count * snapshot_bytes(training)
             put((name,), place, "snapshot", size)
             phases[name].lead_bytes += 0.0 if alone or place == "host" else size
+        put(("publish",), place, "fp8 copies", training.converted_bytes)
+        is_lead = not alone and place == "device"
+        phases["publish"].lead_bytes += training.converted_bytes if is_lead else 0.0
     return phases
 
 

@@ -35,7 +35,13 @@ from pentad.planner.memory import (
     Training,
     training_phases,
 )
-from pentad.planner.sampling import Sampling, base_bytes, kv_token_bytes, sampler_weights
+from pentad.planner.sampling import (
+    Sampling,
+    base_bytes,
+    conversion_bytes,
+    kv_token_bytes,
+    sampler_weights,
+)
 
 DEFAULT_GPU_GIB = 80.0
 ASSUMED_PROMPT_TOKENS = 1024
@@ -244,7 +250,12 @@ def plan_trainer(
         model=model,
         max_row_tokens=batch.sequence_tokens,
         strict=config.strict and part.key == "actor",
+        offloads=bool(config.offload_train),
     ).settled(device.kind, layout)
+    publishes = component.role == "actor" and part.key == "actor" and rollout is not None
+    converted_bytes = 0.0
+    if publishes and rollout is not None and config.rollout.weight_dtype == "fp8":
+        converted_bytes = conversion_bytes(rollout, part.dims, model.bytes_on(device.kind))
     is_captured = captures(settings, part.dims, layout, component.backend, device.kind)
     training = Training(
         dims=part.dims,
@@ -257,13 +268,14 @@ def plan_trainer(
         num_tags=num_tags(config, allocation) if part.key == "actor" else 0,
         device=device.kind,
         with_optimizer=trains,
-        publishes=component.role == "actor" and part.key == "actor" and rollout is not None,
+        publishes=publishes,
+        converted_bytes=converted_bytes,
         overlaps=config.mode in ("hybrid", "async"),
         max_staleness=config.max_staleness,
         snapshot_on_host=config.snapshot_on_host(device.kind),
         publish_kind=publish_kind,
         keeps_newest=rollout is not None and not is_attached,
-        captures=trains and is_captured and not config.offload_train,
+        captures=trains and is_captured,
     )
     phases = [training_phases(training, rank) for rank in range(layout.pp)]
     role = "critic" if part.key == "critic" else component.role

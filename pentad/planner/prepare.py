@@ -16,7 +16,7 @@ from pentad.config.schema import Config
 from pentad.core.errors import Problem, UserError
 from pentad.planner.hub import fetch, pin
 from pentad.planner.plan import choose_device
-from pentad.planner.remedies import BY_MEMORY
+from pentad.planner.remedies import BY_MEMORY, choose_layers
 from pentad.rl.section import PreferenceConfig
 
 
@@ -62,6 +62,9 @@ def prepare(
         for choose in BY_MEMORY:
             config, said = choose(config, device, command)
             notes += said
+    if is_run:
+        config, said = choose_layers(config, device)
+        notes += said
     return config, notes
 
 

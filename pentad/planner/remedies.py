@@ -23,7 +23,7 @@ from pentad.config.topology import find_topology
 from pentad.core.dims import ModelDims
 from pentad.core.fit import splits_backward
 from pentad.core.layout import Allocation, Component, Dims
-from pentad.core.machine import GIB
+from pentad.core.machine import GIB, installed
 from pentad.engine.section import LoraConfig
 from pentad.models.catalog import dims_of, known_dims
 from pentad.planner.figures import Device, RunPlan
@@ -274,19 +274,41 @@ def choose_logits(config: Config, device: Device, command: Command) -> tuple[Con
 
 
 def choose_graphs(config: Config, device: Device, command: Command) -> tuple[Config, list[str]]:
-    """Switches `archon.cuda_graphs` off where it is auto if captured passes would fill the GPU."""
+    """Switches `archon.cuda_graphs` off where it is auto if captured passes would fill the GPU, or
+    if `offload_train` prevents captures."""
     if not _is_chosen_for(config, device, command):
         return config, []
-    plan = build_plan(config, device)
+    plan = build_plan(with_values(config, {"offload_train": False}), device)
     captured = {one.role for one in plan.trainers if one.training.captures}
     models = {"actor": config.actor, "critic": config.critic}
     roles = [role for role in captured & set(models) if models[role].archon.cuda_graphs == "auto"]
-    if not roles or plan.peak_bytes <= KEEPING_SHARE * device.memory_bytes:
+    is_offloaded, limit = config.offload_train, KEEPING_SHARE * device.memory_bytes
+    if not roles or (plan.peak_bytes <= limit and not is_offloaded):
         return config, []
     why = f"with captured passes {plan.used} are planned"
+    if is_offloaded:
+        why = "offload_train = true moves the weights to other addresses"
     keys = [f"{role}.archon.cuda_graphs" for role in sorted(roles)]
     changed = with_values(config, dict.fromkeys(keys, False))
     return changed, [f"{key} = false: {why}" for key in keys]
+
+
+def choose_layers(config: Config, device: Device) -> tuple[Config, list[str]]:
+    """Settles `megatron.transformer_impl` for a run on this machine. It is recorded, so a later
+    start that would choose other layers is refused."""
+    backends = {part.backend for part in config.allocation}
+    if "megatron" not in backends or config.megatron.transformer_impl != "auto":
+        return config, []
+    if not device.is_here:
+        return config, []
+    chosen, version = "local", installed("transformer-engine")
+    why = "Transformer Engine is not installed"
+    if version is not None and device.kind == "cuda":
+        chosen, why = "transformer_engine", f"version {version} is installed"
+    elif version is not None:
+        why = "Transformer Engine needs a GPU"
+    key = "megatron.transformer_impl"
+    return with_values(config, {key: chosen}), [f"{key} = {chosen}: {why}"]
 
 
 BY_MEMORY = (choose_microbatches, choose_offloading, choose_graphs, choose_logits)

@@ -7,9 +7,13 @@ from math import prod
 
 from pentad.core import sizes
 from pentad.core.dims import ModelDims
-from pentad.core.quantization import WeightDtype, is_quantised
+from pentad.core.layout import Component
+from pentad.core.quantization import FP8_BLOCK, WeightDtype, is_quantised
 from pentad.core.sizes import SamplerPass
 from pentad.models.families import map_of
+
+FP8_BYTES = 1 + 4 / prod(FP8_BLOCK)
+"""Bytes of a weight in fp8, with its share of the scale of its block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +59,22 @@ def base_bytes(sampling: Sampling) -> float:
     """Bytes of the model without an adapter."""
     whole = float(sampling.weight_bytes * sampling.dims.num_params)
     if sampling.weight_dtype == "fp8":
-        shapes = (
-            source.shape
-            for name, source in map_of(sampling.dims).sources.items()
-            if is_quantised(name, source.shape)
-        )
-        whole -= (sampling.weight_bytes - 1) * sum(map(prod, shapes))
+        whole += (FP8_BYTES - sampling.weight_bytes) * num_quantised(sampling.dims)
     return whole
+
+
+def num_quantised(dims: ModelDims) -> int:
+    """Number of weights that servers can get in fp8."""
+    sources = map_of(dims).sources.items() if dims.is_whole else ()
+    return sum(prod(source.shape) for name, source in sources if is_quantised(name, source.shape))
+
+
+def conversion_bytes(servers: Component, dims: ModelDims, weight_bytes: int) -> float:
+    """Bytes of the copies that a publish makes for servers in fp8, for all at the same time: all
+    matrices quantised, and for SGLang on one GPU dequantised, to compare them."""
+    is_dequantised = servers.backend == "sglang" and servers.size("t") * servers.size("p") == 1
+    each = FP8_BYTES + weight_bytes * is_dequantised
+    return servers.size("d") * each * num_quantised(dims)
 
 
 def kv_token_bytes(sampling: Sampling) -> float:

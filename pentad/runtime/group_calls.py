@@ -72,6 +72,7 @@ class Member:
     step_at: float = field(default_factory=awake_s)
     call: int = 0
     still_s: float = -1.0
+    pulses: int = 0
     failure: Failure | None = None
     is_lost: bool = False
     """Whether its connection is lost but the exit of its process is not known yet."""
@@ -80,9 +81,10 @@ class Member:
         self.heard_at = awake_s()
         if not beat:  # the service is still being made
             return
-        if beat["call"] > self.call or 0.0 <= beat["still_s"] < self.still_s:
+        if beat["call"] > self.call or beat["pulses"] > self.pulses:
             pulse()  # shows the progress of the learner to the monitor of this process
         self.call, self.still_s = int(beat["call"]), beat["still_s"]
+        self.pulses = int(beat["pulses"])
         self.take_step(None if beat["step"] == NO_STEP else int(beat["step"]))
 
     def take_step(self, step: int | None) -> None:

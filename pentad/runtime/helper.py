@@ -27,7 +27,7 @@ from typing import IO, Any, TypeVar
 from pentad.core.errors import Transient
 from pentad.core.machine import flush_output
 from pentad.core.specs import load
-from pentad.runtime.process import FAILED, Child, die_with_parent
+from pentad.runtime.process import FAILED, KILLED_S, Child, die_with_parent
 
 T = TypeVar("T")
 
@@ -38,6 +38,11 @@ END = None
 
 class Died(Transient):
     """A helper exited without an answer."""
+
+    def __init__(self, text: str, pid: int = 0) -> None:
+        """`pid`: that of the helper, which may be one of another process that raised this."""
+        super().__init__(text)
+        self.pid = pid
 
 
 class Descriptor(int):
@@ -175,15 +180,14 @@ class Helper:
         self.reader = threading.Thread(target=self._read, name="helper", daemon=True)
         self.reader.start()
         if stall_s is not None:
-            watched = stall_s, lambda: bool(self.calls)
-            threading.Thread(target=self.child.end_when_stalled, args=watched, daemon=True).start()
+            threading.Thread(target=self._watch, args=(stall_s,), daemon=True).start()
 
     def call(self, *arguments: Any) -> Future[Any]:
         """Returns a future of the result or exception; Died if the process ends before."""
         future: Future[Any] = Future()
         with self.guard:
             if self.lost:
-                future.set_exception(Died(self.lost))
+                future.set_exception(Died(self.lost, self.child.pid))
                 return future
             number = next(self.numbers)
             self.calls[number] = future
@@ -209,8 +213,18 @@ class Helper:
         """Waits for its calls, then ends it; calls that take longer than `timeout_s` fail."""
         self.tell(END)
         if not self.wait(timeout_s):
-            self.child.end()
+            self.end()
             self.wait()
+
+    def end(self) -> None:
+        """Kills it; its calls fail."""
+        self.child.end()
+        with suppress(OSError):  # a process that does not end keeps its end open
+            self.channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self, stall_s: float) -> None:
+        self.child.end_when_stalled(stall_s, lambda: bool(self.calls))
+        self.end()
 
     def _read(self) -> None:
         try:
@@ -224,16 +238,16 @@ class Helper:
                 else:
                     self.calls.pop(number).set_exception(error)
         except EOFError:
-            self.child.wait()
+            self.child.wait(KILLED_S)
         except Exception as error:
             self.child.end(f"was ended: a message of it cannot be read ({error!r})")
         with self.guard:
-            self.lost = f"{self.name} {self.child.ended()}"
             self.child.end()
+            self.lost = f"{self.name} {self.child.ended()}"
             self.channel.sock.close()
             lost, self.calls = self.calls, {}
         for future in lost.values():
-            future.set_exception(Died(self.lost))
+            future.set_exception(Died(self.lost, self.child.pid))
 
 
 class HelperPool(ThreadPoolExecutor):
@@ -256,7 +270,7 @@ class HelperPool(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """With `cancel_futures`, calls in progress are ended too."""
         for helper in self.helpers if cancel_futures else ():
-            helper.child.end()
+            helper.end()
         super().shutdown(wait, cancel_futures=cancel_futures)
         for helper in self.helpers:
             helper.close()

@@ -17,6 +17,7 @@ import tempfile
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -109,8 +110,7 @@ class Meeting:
 
     def serve(self, spec: RoleSpec, pins: str) -> None:
         """Called by the other ranks: serves the rank until the scheduler has ended it. `pins`: the
-        commits of its names of the hub. Only rank 0 handles signals that stop a run: handled by
-        all, they would end some during a call."""
+        commits of its names of the hub."""
         try:
             self.store.wait([SCHEDULER], PATIENCE)
             found = json.loads(self.store.get(SCHEDULER))
@@ -125,11 +125,29 @@ class Meeting:
         sock.setblocking(False)
         role = RoleHost(job_of(spec, self._token(found["folder"])), sock)
         self.store.set(f"pentad/{self.rank.rank}", json.dumps(sock.getsockname()[:2]))
-        with handling_signals(signal.SIG_IGN):
-            asyncio.run(role.run(JOIN_S))
+        asyncio.run(_serve_role(role))
         hosted = role.making.result() if role.making else None
         if not (isinstance(hosted, RankHost) and hosted.has_ended):
             raise RunError("connection closed: rank 0 ended")
+
+
+async def _serve_role(role: RoleHost) -> None:
+    """Serves until rank 0 closes the connections. A signal that stops a run ends it only before the
+    first of them. Later only rank 0 handles signals: handled by all, they would end some ranks
+    during a call."""
+    loop, serving = asyncio.get_running_loop(), asyncio.ensure_future(role.run(JOIN_S))
+    names: list[str] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not role.listener.had_any.is_set():
+            names.append(signal.Signals(number).name)
+            loop.call_soon_threadsafe(serving.cancel)
+
+    with handling_signals(stop):
+        try:
+            await serving
+        except asyncio.CancelledError:
+            raise RunError(f"stopped by {names[0]} before rank 0 connected") from None
 
 
 class LaunchedProcess(RoleProcess):

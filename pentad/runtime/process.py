@@ -35,6 +35,13 @@ WATCH_S = 0.5
 MARGIN_S = 10.0
 """How much earlier than the process that waits for it a stalled child is ended, in seconds."""
 POLL_S = 0.02
+KILLED_S = 30.0
+"""How long the end of a killed process is waited for, in seconds. One in uninterruptible sleep does
+not end before its system call returns, which may be never."""
+UNKILLABLE = (
+    "has not ended {:g} s later: a disk, a network file system or a driver does not return from a "
+    "system call"
+)
 
 
 # In the child.
@@ -269,7 +276,8 @@ class Child:
         return True
 
     def end(self, verdict: str = "") -> None:
-        """Kills it and all processes of its session at once; `verdict`: the reason, for `ended`."""
+        """Kills it and all processes of its session at once; `verdict`: the reason, for `ended`.
+        After `KILLED_S` it counts as ended."""
         with self._ending:
             if self._is_ended:  # its pid may be reused by now
                 return
@@ -279,8 +287,21 @@ class Child:
                 for kill in (os.killpg, os.kill):  # it may not have a session yet
                     with suppress(ProcessLookupError, PermissionError):
                         kill(self.pid, signal.SIGKILL)
-            self._code = self.popen.wait()
+            self._code = self._reaped()
             self._is_ended = True
+
+    def _reaped(self) -> int:
+        """Returns the exit code of the killed process."""
+        deadline, pause_s = time.monotonic() + KILLED_S, 0.0005
+        while (code := self.popen.poll()) is None:
+            if time.monotonic() > deadline:
+                self._verdict = (
+                    f"{self._verdict or 'was killed'}, and {UNKILLABLE.format(KILLED_S)}"
+                )
+                return -signal.SIGKILL
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S)
+        return code
 
     def end_when_stalled(self, stall_s: float, is_busy: Callable[[], bool]) -> None:
         """Waits until it has ended. Kills a busy process if the amounts it has read and written do

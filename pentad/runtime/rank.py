@@ -43,11 +43,12 @@ class Rank:
         self.moved_at = awake_s()
 
     def beat(self) -> dict[str, float]:
-        """Returns step (-1 before the first), call, and seconds without progress (-1: no call)."""
+        """Returns step (-1 before the first), call, seconds without progress (-1: no call), and
+        signs of progress so far, also of work outside calls such as a write."""
         at = self.moved_at
         still_s = -1.0 if at is None else awake_s() - at
         step = NO_STEP if self.step is None else self.step
-        return {"step": step, "call": self.num_calls, "still_s": still_s}
+        return {"step": step, "call": self.num_calls, "still_s": still_s, "pulses": pulse.count}
 
     def report(self, step: int) -> None:
         """Reports that work on `step` begins; without reports a group is ended after a time

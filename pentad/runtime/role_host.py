@@ -60,14 +60,15 @@ class RoleHost:
         self.making: asyncio.Future[Hosted] | None = None
 
     async def run(self, connect_s: float = CONNECT_S) -> int:
-        """Runs until the last connection closes, or SIGTERM; returns the exit code."""
+        """Runs until the last connection closes, or SIGTERM unless the caller handles it; returns
+        the exit code."""
         loop = asyncio.get_running_loop()
         await self.listener.open()
         # Not from a pool: the loop does not wait for this thread at its end.
         self.making = loop.run_in_executor(ThreadPoolExecutor(1), self._make)
         alone = asyncio.create_task(self._wait_alone(connect_s))
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             loop.add_signal_handler(signal.SIGTERM, alone.cancel)
         beating = asyncio.create_task(self._beat())
         try:

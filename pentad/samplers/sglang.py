@@ -104,6 +104,7 @@ class ServerInfo(BaseModel):
     version: str
     tp_size: int = 1
     pp_size: int = 1
+    dp_size: int = 1
     context_length: int | None = None
     enable_memory_saver: bool = False
     enable_deterministic_inference: bool = False
@@ -305,6 +306,9 @@ class Sglang(LoadingDialect):
         action = json.dumps({"method": method, "args": arguments})
         answer = await self.wire.post(self.calls, {"action": action}, timeout_s=LOAD_TIMEOUT_S)
         ranks = self.wire.read(self.calls, Checksums, answer).ranks
+        if len(ranks) > 1:
+            found = f"{method} was answered by {len(ranks)} workers, and one has the whole adapter"
+            raise InfraFailure(f"{self.where}: {found}")
         return self._sound(method, [json.loads(one.checksums["reply"]) for one in ranks])
 
     async def held(self) -> tuple[Mapping[str, str], Callable[[Tensor], str]]:
@@ -406,6 +410,10 @@ def check_server(where: str, about: ServerInfo, settings: ServerSettings) -> Non
         raise UserError(Problem(where, rule, f"use {dotted(OLDEST)} or later"))
     if release(about.version) < TELLS_VERSIONS:
         log.info("%s: SGLang %s %s", where, about.version, CUTS)
+    if about.dp_size > 1 and about.tp_size * about.pp_size == 1:
+        rule = f"has --dp-size {about.dp_size}, whose replicas cannot be compared one by one with"
+        remedy = "start a server for each replica, and give the addresses of all"
+        raise UserError(Problem(where, f"{rule} the published weights or adapter", remedy))
     if about.context_length is not None:
         check_context(where, about.context_length, settings, "--context-length")
     check_routes(where, settings, about.enable_return_routed_experts)

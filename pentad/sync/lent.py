@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pentad.core.errors import InfraFailure, RunError
+from pentad.ops.capture import wait_for_device
 from pentad.sync.group import gpu_handle, open_gpu_handle
 from pentad.sync.published import gpu_of, gpu_uuid
 
@@ -74,7 +75,7 @@ def lend(tensors: Mapping[str, Tensor], digest: str) -> Loan:
         for name, x in tensors.items()
     }
     handles = [gpu_handle(_whole(storage)) for storage in memory.values()]
-    torch.cuda.synchronize(device)
+    wait_for_device(device)
     return Loan(LentWeights(digest, gpu_uuid(device), handles, described, files_of_handles()))
 
 

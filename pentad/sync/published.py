@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pentad.core.errors import InfraFailure, Problem, RunError, UserError
 from pentad.core.roles import TensorPairs
+from pentad.ops.capture import wait_for_device
 from pentad.sync.group import gpu_handle, open_gpu_handle
 from pentad.weights.files import read_header
 from pentad.weights.hf import FileLayout
@@ -235,7 +236,7 @@ def make_buffer(layout: FileLayout, device: torch.device) -> Tensor:
 def share_on_gpu(version: int, flat: Tensor, num_tensors: int, digest: str) -> PublishedWeights:
     """Returns the location of a buffer, which must stay alive until all receipts have arrived."""
     handle = gpu_handle(flat)
-    torch.cuda.synchronize(flat.device)
+    wait_for_device(flat.device)
     place = gpu_uuid(flat.device)
     return PublishedWeights(version, digest, "ipc", place, num_tensors, flat.numel(), handle)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pentad.core.errors import RunError
 from pentad.core.group_values import OptionalGroup, gather_values
+from pentad.ops.capture import wait_for_device
 from pentad.ops.digest import (
     Hasher,
     WeightDigest,
@@ -213,7 +214,7 @@ class ShardWriter:
 
         sums = self._sums(passing())
         if pins:
-            torch.cuda.synchronize(device)
+            wait_for_device(device)
         return sums
 
     def _staged(self, block: WeightBlock) -> Tensor:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
@@ -28,6 +27,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from pentad.core.errors import InfraFailure
 from pentad.core.roles import TensorPairs
 from pentad.core.scratch import scratch_folder
+from pentad.ops.capture import wait_for_device
 from pentad.sync.group import DEVICE_ARGUMENT, BroadcastGroup, gpu_handle, send_all, weight_group
 from pentad.sync.published import WEIGHTS, FilePairs, gpu_uuid
 from pentad.weights.hf import write_file
@@ -200,7 +200,7 @@ class CudaIpc(Transport):
         for name, tensor in weights:
             kept.append(tensor.detach().contiguous())
             handles.setdefault(gpu_uuid(tensor.device), {})[name] = gpu_handle(kept[-1])
-        torch.cuda.synchronize()
+        wait_for_device()
         return await ask("pentad_open", json.dumps(handles))
 
 

@@ -15,7 +15,7 @@ from pentad.core.machine import num_cores
 
 PACKAGES = (
     *("pentad", "torch", "transformers", "safetensors", "numpy", "tokenizers"),
-    *("triton", "pyarrow", "ray", "vllm", "sglang"),
+    *("triton", "pyarrow", "ray", "vllm", "sglang", "megatron-core", "transformer-engine"),
 )
 
 

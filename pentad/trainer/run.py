@@ -281,7 +281,7 @@ class Run:
         while not (self.stop.reason or self.trained >= self.num_steps):
             await self._step(source)
             num_steps += 1
-            freeze_gc(num_steps)
+            freeze_gc(num_steps, is_loop=True)
 
     async def _step(self, source: BatchSource) -> None:
         timer, self.timer = self.timer or PhaseTimer(), None

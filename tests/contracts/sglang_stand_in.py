@@ -201,6 +201,7 @@ class StandIn:
         }
         self.tells_versions = self.info["version"] >= "0.5.23"
         self.label = "default"
+        self.num_ranks = 1
         checker = SimpleNamespace(_parallelism_info=Place)
         self.runner = SimpleNamespace(lora_manager=pool, _weight_checker=checker)
         self.has_plugin = pool is not None
@@ -453,7 +454,8 @@ class StandIn:
         if self.has_plugin:
             asked = {"action": body.action, "allow_quant_error": body.allow_quant_error}
             rank = sglang_worker.answered(refuse, self.runner, **asked)
-            return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
+            ranks = [rank] * self.num_ranks
+            return JSONResponse({"success": True, "message": "Success.", "ranks": ranks})
         if body.action != "checksum":
             told = f"Unsupported action={body.action!r}"
             return JSONResponse({"success": False, "message": told}, status_code=400)

@@ -155,12 +155,15 @@ def test_a_factor_that_is_not_as_published_is_found(tmp_path):
         ({"plugin": False}, r"takes no adapter .*Unsupported action.*install Pentad in its"),
         ({"enabled": False}, r"takes no adapter .*adapters are not enabled"),
         ({"tp_size": 2}, "its factors are shards.*use one GPU for each SGLang, or vllm"),
+        ({"dp_size": 2}, "has --dp-size 2, whose .* start a server for each replica, and give the"),
+        ({"num_ranks": 2}, "takes no adapter .*pentad_adapter was answered by 2 workers, and one"),
     ],
 )
 def test_a_server_that_cannot_take_all_factors_is_refused_at_the_start(changes, sentence, tmp_path):
     server, lora = serve(DIMS, DENSE, skips=changes.get("skips", ()))
     server.has_plugin = changes.get("plugin", True)
-    server.info["tp_size"] = changes.get("tp_size", 1)
+    server.info |= {name: changes.get(name, 1) for name in ("tp_size", "dp_size")}
+    server.num_ranks = changes.get("num_ranks", 1)
     server.runner.lora_manager.max_lora_rank = changes.get("rank", 6)
     if not changes.get("enabled", True):
         server.runner.lora_manager = None

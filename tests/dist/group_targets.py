@@ -7,6 +7,7 @@ import time
 
 from pentad.core.errors import RunError, UserError
 from pentad.core.group_values import gather_values
+from pentad.runtime.rank import pulse
 
 log = logging.getLogger("pentad.test")
 
@@ -47,6 +48,13 @@ class Noting:
 
     def nap(self, seconds):
         time.sleep(seconds)
+
+    def write(self, seconds):
+        """As a background process of this rank that writes."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pulse()
+            time.sleep(0.05)
 
     def close(self, *, is_failed):
         pass

@@ -16,6 +16,7 @@ from pentad.runtime import rank_host
 from pentad.runtime.environment import rank_environment
 from pentad.runtime.group_calls import MEETING, RankGroup
 from pentad.runtime.local_roles import LocalRuntime
+from pentad.runtime.rank import pulse
 from pentad.runtime.roles import RoleSpec
 
 pytestmark = pytest.mark.dist
@@ -136,6 +137,17 @@ def test_a_question_to_a_rank_that_hangs_ends_with_the_group(tmp_path):
         os.kill(pids()[0], signal.SIGSTOP)
         with pytest.raises(Transient, match=r"rank 0 of 1, step 3: does not run \(it is stopped\)"):
             group.query("note")
+
+
+def test_work_of_a_rank_between_calls_is_progress_of_the_scheduler(tmp_path):
+    with make_group(tmp_path, world=1) as group:
+        group.call_all("step")
+        group.query("nap", seconds=2.0)
+        before = pulse.count
+        group.query("nap", seconds=2.0)
+        assert pulse.count == before
+        group.query("write", seconds=2.0)
+        assert pulse.count > before
 
 
 def test_bad_input_of_a_rank_is_reported_as_it_is(tmp_path):

@@ -303,7 +303,9 @@ def passes_can_be_captured(part: Placed) -> Iterator[Problem]:
         return
     is_strict = part.config.strict and role == "actor"
     layout = component.layout(part.model.archon.dp_replicate)
-    settings = EngineSettings(model=part.model, strict=is_strict).settled("cuda", layout)
+    settings = EngineSettings(
+        model=part.model, strict=is_strict, offloads=bool(part.config.offload_train)
+    ).settled("cuda", layout)
     if why := no_graphs(settings, part.dims, layout, component.backend):
         yield Problem(f"{part.key}.archon.cuda_graphs = true", why, "leave it out")
 

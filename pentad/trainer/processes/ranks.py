@@ -129,15 +129,13 @@ def run_in_fresh_processes(job: RunJob, policy: RestartPolicy) -> RunSummary:
     count so far, and returns the summary of the run or raises its error."""
     check_gpus_free()
     while True:
-        try:
-            answer = ask_fresh_process(job, policy)
-        except Died as error:
-            if not policy.restarts_after(str(error)):
-                raise
-            continue
+        answer = ask_fresh_process(job, policy)
         if isinstance(answer, RunSummary):
             return answer
-        policy = answer
+        if isinstance(answer, RestartPolicy):
+            policy = answer
+        elif not policy.restarts_after(str(answer)):
+            raise answer
 
 
 def check_gpus_free() -> None:
@@ -150,8 +148,9 @@ def check_gpus_free() -> None:
         raise RunError(f"{rule}; start the command again, and the run resumes from its checkpoint")
 
 
-def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> RunSummary | RestartPolicy:
-    """Returns the summary, or the restart policy if that process became unusable too."""
+def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> RunSummary | RestartPolicy | Died:
+    """Returns the summary, the restart policy if that process became unusable too, or how it died.
+    Raises its errors, also that a helper of its own died."""
     names: list[str] = []
     helper = Helper("the process of the run", f"{__name__}:serve_fresh")
 
@@ -163,8 +162,10 @@ def ask_fresh_process(job: RunJob, policy: RestartPolicy) -> RunSummary | Restar
         answer = helper.call(job, policy)
         error = answer.exception()
         helper.wait()
-    if isinstance(error, Died) and names:
-        raise too_early(names[-1], partial(describe_progress, job.config)) from error
+    if isinstance(error, Died) and error.pid == helper.child.pid:
+        if names:
+            raise too_early(names[-1], partial(describe_progress, job.config)) from error
+        return error
     found: RunSummary | RestartPolicy = answer.result()
     return found
 

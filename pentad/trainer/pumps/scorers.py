@@ -22,6 +22,7 @@ import torch
 from pentad.config.resolve import with_absolute_paths
 from pentad.config.schema import Config
 from pentad.config.topology import scorers
+from pentad.core.device import freeze_gc
 from pentad.core.errors import GivenUp, Problem, RunError, Transient, UserError, first_cause
 from pentad.core.types import Group, Prompt
 from pentad.data.store import GroupStore, MissingGroups, open_store
@@ -201,6 +202,7 @@ class ScorerService:
         self.device = device
         self.role = role
         self.store: GroupStore | None = None
+        self.num_calls = 0
 
     def build(self, max_row_tokens: int, weights: str | None = None) -> None:
         """Builds the model, or replaces an earlier one. `max_row_tokens` follows from the data."""
@@ -225,6 +227,8 @@ class ScorerService:
         for group in groups if self.rank.rank == 0 else ():
             own, column = column[: len(group.samples)], column[len(group.samples) :]
             self.store.write(group.gid, group.attempt, {column_of(self.role): own})
+        self.num_calls += 1
+        freeze_gc(self.num_calls)
 
     def close(self, *, is_failed: bool) -> None:
         """Closes the store, except a store that belongs to the run."""

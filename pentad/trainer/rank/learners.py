@@ -226,6 +226,7 @@ def build_role(
         strict=strict,
         balance_data=config.balance_data,
         transformer_impl=config.megatron.transformer_impl,
+        offloads=bool(config.offload_train),
     )
     return build_engine(
         path,

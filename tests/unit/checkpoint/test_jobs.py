@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from checkpoint_saves import Runner, commit_job, data_files, save, write_job
 
+from pentad.checkpoint import job
 from pentad.checkpoint.export_job import BlockSpec, ExportJob, PlaceJob, Runs
 from pentad.checkpoint.folders import damage, find_checkpoints, read_file
 from pentad.checkpoint.job import FileSpec, Lazy, Piece, WriteJob, run_job
 from pentad.checkpoint.writer import Writer
 from pentad.core.errors import RunError
+from pentad.runtime.rank import pulse
 
 
 @pytest.fixture(params=["here", "writer"])
@@ -101,6 +103,19 @@ def test_an_export_replaces_a_folder_whole(tmp_path: Path, run: Runner):
         run(PlaceJob(aside, target, {"weights": 5}))
         assert (target / "weights").read_bytes() == first + second
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_every_part_that_is_written_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job, "CHUNK_BYTES", 2)
+    for first in (b"abcdef", lambda: memoryview(b"abcdef")):
+        before = pulse.count
+        file = FileSpec("d/f", (Piece("one", (first,)), Piece("two", (b"gh",))))
+        run_job(WriteJob(tmp_path / str(before), "recover_info/globalstep0", (file,)))
+        assert pulse.count == before + 4
+    run_job(
+        ExportJob(tmp_path / "model", tuple(BlockSpec("w", Runs(n, 1), b"-") for n in range(3)))
+    )
+    assert pulse.count >= before + 4 + 3
 
 
 def test_blocks_of_columns_are_written_by_runs(tmp_path: Path, run: Runner):

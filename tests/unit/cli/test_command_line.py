@@ -225,6 +225,28 @@ def test_one_key_set_twice_is_refused():
     assert read_recipe(["r.yaml", "mode=hybrid"], colocate=True).problems
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lr", "1e-5"], "--lr 1e-5: there is no such option; keys of the recipe are written wi"),
+        (["--lr=1e-5"], "without dashes: actor.optimizer.lr=1e-5 or critic.optimizer.lr=1e-5."),
+        (["--learning-rate", "1e-5"], "without dashes: actor.optimizer.lr=1e-5."),
+        (["--gconfig.n_samples", "4"], "without dashes: gconfig.n_samples=4."),
+        (["--batch-size", "--fresh"], "without dashes: train_dataset.batch_size=VALUE or valid_da"),
+        (["--fresch"], "--fresch: there is no such option; did you mean --fresh?"),
+        (["--frobnicate", "r.yaml"], "--frobnicate: there is no such option; keys of the recipe a"),
+        (["-x"], "-x: there is no such option; keys of the recipe are written as KEY=VALUE"),
+    ],
+)
+def test_an_unknown_option_is_reported_with_the_key_it_means(recipe, words, said):
+    for before, after in ([], [recipe]), ([recipe], []):
+        result = CliRunner().invoke(cli.app, ["train", *map(str, before), *words, *map(str, after)])
+        text = " ".join(result.stderr.split())
+        assert result.exit_code == 2 and said in text, text
+        assert "gconfig.n_sample" in text or "r.yaml" in words, "beside the problems of the recipe"
+    assert CliRunner().invoke(cli.app, ["serve", "m", "--lr", "3"]).exit_code == 2
+
+
 def test_modes_are_those_of_the_schema():
     assert set(MODES.values()) == set(get_args(Mode))
 

@@ -955,6 +955,7 @@ def test_tree_training_is_refused_where_it_cannot_be(folders, command, changes, 
         (["allocation_mode=embedded:d1|archon:d2"], "communicate during a pass"),
         (["strict=true"], "strict mode prepares its kernels on the host"),
         (["actor.archon.offload_params=true"], "parameters are copied from the host"),
+        (["offload_train=true", "mode=colocate"], "offload_train = true moves the weights"),
     ],
 )
 def test_graphs_are_refused_where_passes_cannot_be_captured(folders, command, changes, why):

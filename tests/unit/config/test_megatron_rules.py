@@ -7,9 +7,14 @@ from rule_checks import start_facts
 
 from pentad.config.rules import megatron
 from pentad.config.rules.check import check, noted
+from pentad.config.rules.checkpoint import judge_changes
 from pentad.config.schema import Config
 from pentad.core.errors import UserError
+from pentad.planner import remedies
+from pentad.planner.figures import Device
 from pentad.planner.prepare import prepare
+from pentad.planner.remedies import choose_layers
+from pentad.telemetry import host
 
 SMALL = {
     "model_type": "qwen3",
@@ -154,3 +159,35 @@ def test_transformer_engine_is_refused_on_a_cpu(monkeypatch):
         config = config_of(f"megatron.transformer_impl={wanted}")
         problems = check(config, start_facts("cpu"))
         assert sum("its layers need CUDA" in str(problem) for problem in problems) == count
+
+
+def test_a_run_records_the_layers_that_auto_chose_and_refuses_others(monkeypatch):
+    def started(version, device, *overrides):
+        monkeypatch.setattr(remedies, "installed", {"transformer-engine": version}.get)
+        config, notes = choose_layers(config_of(*overrides), device)
+        return config.model_dump(mode="json"), notes
+
+    gpu, cpu = Device("cuda", 1 << 36, ""), Device("cpu", 1 << 36, "")
+    plain, notes = started(None, gpu)
+    key = "megatron.transformer_impl"
+    assert plain["megatron"]["transformer_impl"] == "local"
+    assert notes == [f"{key} = local: Transformer Engine is not installed"]
+    fused, notes = started("2.11.0", gpu)
+    assert fused["megatron"]["transformer_impl"] == "transformer_engine"
+    assert notes == [f"{key} = transformer_engine: version 2.11.0 is installed"]
+    assert started("2.11.0", cpu)[0] == plain
+    (problem,) = judge_changes(plain, fused).refused
+    assert problem.where == f"{key} = transformer_engine"
+    assert problem.rule == "was local so far, and the training depends on it"
+    kept, _ = started("2.11.0", gpu, f"{key}=local")  # the remedy
+    assert judge_changes(plain, kept).refused == []
+    earlier, _ = started(None, Device("cuda", 1 << 36, "", is_here=False))
+    assert earlier["megatron"]["transformer_impl"] == "auto"
+    assert judge_changes(earlier, fused).refused == []
+    assert started("2.11.0", gpu, "allocation_mode=embedded:d1+archon:d2")[1] == []
+
+
+def test_the_versions_of_megatron_s_packages_are_recorded(monkeypatch):
+    monkeypatch.setattr(host, "_installed", lambda name: "1.2" if "e" in name else None)
+    found = host.versions()
+    assert found["transformer-engine"] == found["megatron-core"] == "1.2" and "ray" not in found

@@ -153,3 +153,18 @@ def test_state_that_left_the_device_comes_back_bit_by_bit(device, dtype):
             assert not any(x.untyped_storage().nbytes() for x in leaves.tags.copies["ref"].views)
             assert use(leaves) == use(stays)
             assert not leaves.is_offloaded
+
+
+def test_weights_that_were_read_from_files_leave_and_come_back(tmp_path):
+    """Reading and writing files views the memory as NumPy's, which may then not be resized."""
+    rows, folder = make_rows(), str(tmp_path / "model")
+    export_model(on("cpu"), folder)
+    stays, leaves = (
+        build_engine(folder, engine_settings(max_tokens_per_mb=60), device="cpu") for _ in range(2)
+    )
+    for _ in range(2):
+        leaves.offload()
+        assert train(leaves, rows).grad_norm == train(stays, rows).grad_norm
+        export_model(leaves, folder)
+    given = dict(stays.iter_weights())
+    assert all(torch.equal(tensor, given[name]) for name, tensor in leaves.iter_weights())

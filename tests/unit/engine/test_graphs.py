@@ -258,13 +258,15 @@ def test_a_pass_that_cannot_be_captured_runs_without(attends, caplog):
         steps(ended, loss)
 
 
-def test_offloaded_weights_end_captures(attends):
+def test_offloaded_weights_end_captures(attends, caplog):
+    caplog.set_level("INFO")
     engine, plain, loss = make(Replayer()), make(), PolicyLoss()
     found = steps(engine, loss, num=2)
     engine.offload()
     found += steps(engine, loss, num=1)
     assert_same_steps(found, [*steps(plain, loss, num=2), *steps(plain, loss, num=1)])
     assert not engine.passes.graphs.is_on
+    assert caplog.text.count("no longer captured as CUDA graphs: weights are offloaded") == 1
 
 
 def decides(config=CONFIG, layout=ONE, backend="archon", device="cuda", **given) -> bool:
@@ -304,6 +306,7 @@ def test_small_models_on_one_gpu_are_captured():
         {"dtype": "float32"},
         {"offload_params": True},
         {"use_deterministic_algorithms": True},
+        {"offloads": True},
     ):
         assert not decides(cuda_graphs=True, **keys), keys
     assert not decides(layout=Layout(dp_shard=2))

@@ -1,15 +1,18 @@
 """Captures of several threads. torch.cuda.graph is replaced: the rules are about calls."""
 
 import gc
+import re
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
+import pentad
 from pentad.engine.graphs import CudaRecorder
-from pentad.ops.capture import capturing
+from pentad.ops.capture import capturing, free_cached_memory, wait_for_device
 
 
 @pytest.fixture
@@ -65,6 +68,43 @@ def test_a_failed_capture_does_not_block_others(pools):
     with capturing(object(), None):
         pass
     assert len(pools) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "work"), [("synchronize", wait_for_device), ("empty_cache", free_cached_memory)]
+)
+def test_work_on_the_whole_device_waits_for_a_capture_of_another_thread(
+    pools, monkeypatch, name, work
+):
+    order, begun = [], threading.Event()
+    monkeypatch.setattr(torch.cuda, name, lambda *_: order.append("device"))
+
+    def capture():
+        with capturing(object(), None):
+            begun.set()
+            time.sleep(0.3)
+            order.append("captured")
+
+    other = threading.Thread(target=capture)
+    other.start()
+    begun.wait()
+    work()
+    other.join()
+    assert order == ["captured", "device"]
+    with capturing(object(), None):  # torch raises, which is better than a deadlock
+        work()
+
+
+def test_all_work_on_whole_devices_waits_for_captures():
+    """Except where no capture can run, or one that hangs must not be waited for."""
+    allowed = {"ops/capture.py", "samplers/sglang_worker.py", "trainer/processes/supervisor.py"}
+    root = Path(pentad.__file__).parent
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if re.search(r"cuda\.(synchronize|empty_cache)\(", path.read_text())
+    }
+    assert found == allowed
 
 
 def test_graphs_share_a_pool_until_all_have_been_freed(pools):

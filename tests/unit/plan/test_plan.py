@@ -316,8 +316,9 @@ def test_passes_of_small_models_are_captured_where_a_gpu_has_ample_room():
     assert note.startswith("actor.archon.cuda_graphs = false: with captured passes ")
     told, notes = chosen("actor.archon.cuda_graphs=true", memory=edge - 0.1)
     assert (told.trainers[0].training.captures, notes) == (True, [])
-    offloaded, _ = chosen("offload_train=true")
+    offloaded, (note,) = chosen("offload_train=true")
     assert not offloaded.trainers[0].training.captures
+    assert note.startswith("actor.archon.cuda_graphs = false: offload_train = true moves ")
 
 
 def test_runs_choose_for_the_gpu_that_is_here():
@@ -459,6 +460,29 @@ def test_weights_of_many_gpus_meet_on_the_host():
     straight = plan_of(*keys, "rollout.server.weight_transport=broadcast")
     extra = straight.host_bytes["publish"] - straight.host_bytes["rollout"]
     assert extra == pytest.approx(model)
+
+
+def test_copies_in_fp8_of_a_publish_are_counted_where_the_snapshot_is():
+    keys = ("actor.path=Qwen/Qwen3-8B", "cluster.n_gpus_per_node=6")
+
+    def published(mode, dtype="fp8"):
+        keys_of_it = (f"allocation_mode={mode}", f"rollout.weight_dtype={dtype}")
+        plan = plan_of(*keys, "cluster.allow_idle=true", *keys_of_it)
+        phase = plan.trainers[0].phases[0]["publish"]
+        return plan.host_bytes["publish"] - plan.host_bytes["rollout"], phase
+
+    model = plan_of(*keys).dims
+    layer = model.hidden_size * (2 * 4096 + 2 * 1024 + 3 * model.intermediate_size)
+    quantised = 36 * layer * (1 + 4 / 128**2)
+    for mode, dequantised in (("vllm:d2+archon:d4", 0), ("sglang:d2+archon:d4", 2 * 36 * layer)):
+        (plain, _), (extra, phase) = published(mode, dtype="auto"), published(mode)
+        # The files in shared memory are smaller; both servers have a copy beside them.
+        assert phase.host["fp8 copies"] == 2 * (quantised + dequantised)
+        files = 2 * (2 * 36 * layer - quantised)
+        assert extra - plain == pytest.approx(2 * (quantised + dequantised) - files)
+    _, alone = published("vllm:d2+archon:d1")
+    assert alone.device["fp8 copies"] == 2 * quantised and alone.lead_bytes == 0
+    assert "fp8 copies" not in published("vllm:d2+archon:d1", dtype="auto")[1].device
 
 
 @pytest.mark.parametrize("mode", ["auto", "async"])

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from pentad.core.specs import load
+from pentad.runtime import process
 from pentad.runtime.helper import END, Descriptor, Died, Helper, HelperPool, memory_file
 
 TARGET = f"{__name__}:serve"
@@ -196,6 +198,34 @@ def test_calls_that_take_longer_than_close_waits_fail(helper):
     helper.close(0.1)
     with pytest.raises(Died, match="was ended by signal 9"):
         call.result(60)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_process_that_does_not_end_when_killed_is_not_waited_for(monkeypatch, is_closed):
+    """As one in uninterruptible sleep, for whose system call a signal waits."""
+    helper = Helper("the adder", TARGET, stall_s=None if is_closed else 1.0)
+    assert helper.call("sum", 1).result(60) == 1
+
+    def deliver(pid, number, send):
+        if pid != helper.child.pid or number != signal.SIGKILL:
+            send(pid, number)
+
+    with monkeypatch.context() as patched:
+        for name in ("kill", "killpg"):
+            patched.setattr(os, name, partial(deliver, send=getattr(os, name)))
+        patched.setattr(process, "KILLED_S", 0.5)
+        began, call = time.monotonic(), helper.call("sleep", 600)
+        if is_closed:
+            helper.close(0.1)
+        with pytest.raises(Died, match="and has not ended 0.5 s later: a disk, a network file s"):
+            call.result(60)
+        helper.close()
+        assert time.monotonic() - began < 30.0
+        with pytest.raises(Died):  # not sent
+            helper.call("sum", 1).result(0)
+        assert not helper.child.is_running
+    os.kill(helper.child.pid, signal.SIGKILL)
+    helper.child.popen.wait()
 
 
 def test_it_imports_what_its_parent_can(helper):

@@ -13,6 +13,7 @@ import pytest
 from pentad.config.load import read_config
 from pentad.config.resolve import resolve
 from pentad.core.errors import Crashed, Interrupted, RunError, Transient, UserError
+from pentad.runtime.helper import Died, Helper
 from pentad.runtime.restarts import RestartPolicy, is_restart
 from pentad.trainer.processes import ranks, supervisor
 from pentad.trainer.processes.ranks import run_in_fresh_processes
@@ -196,6 +197,16 @@ def hang_once(calls, config, notes, fresh, one):
     return summary_of(calls, config, notes, fresh, one)
 
 
+def lose_helper(calls, config, notes, fresh, one):
+    with (config.run_path / "pids").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    Helper("the writer", f"{__name__}:end_at_once").call().result(60)
+
+
+def end_at_once(channel):
+    os._exit(3)
+
+
 def counted(config):
     policy = RestartPolicy(retries=config.recover.retries)
     assert policy.restarts_after("the first failure")
@@ -219,6 +230,13 @@ def test_a_fresh_process_runs_on_and_its_end_is_that_of_the_run(config, run):
     else:  # without a checkpoint the second failure is final
         with pytest.raises(Transient, match="no progress"):
             run_in_fresh_processes(job, counted(config))
+
+
+def test_the_death_of_a_helper_of_a_fresh_process_is_not_that_of_the_process(config):
+    job = RunJob(lose_helper, Service, check, config, device="cpu")
+    with pytest.raises(Died, match="the writer ended with exit code 3"):
+        run_in_fresh_processes(job, counted(config))
+    assert len(set((config.run_path / "pids").read_text().split())) == 1
 
 
 def test_a_kernel_that_does_not_end_ends_the_run_in_words(config, monkeypatch):
