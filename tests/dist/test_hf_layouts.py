@@ -128,10 +128,14 @@ def test_a_critic_gives_one_ranks_values(pool):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputed_blocks_give_the_same_numbers(pool, mode):
-    layout = Layout(dp_shard=2)
-    kwargs = {"source": "qwen3", "layout": layout, "ac_mode": mode}
-    compare(pool.run(2, "hf_cases", "train_step", **kwargs), alone("qwen3"))
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3", Layout(dp_shard=2)), ("qwen3_moe", Layout(tp=2, ep=2))]
+)
+def test_recomputed_blocks_give_the_same_numbers(pool, family, layout, mode):
+    kwargs = {"source": family, "layout": layout, "ac_mode": mode}
+    mine = pool.run(2, "hf_cases", "train_step", **kwargs)
+    compare(mine, alone(family))
+    compare_gradients(mine, alone(family))
 
 
 @pytest.fixture(scope="module")

@@ -334,7 +334,8 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
 def _gated_delta_nets(part: Placed, family: str) -> Iterator[Problem]:
     """fsdp computes their rows one by one."""
     if part.component.size("t") > 1 or part.component.size("c") > 1:
-        rule = f"layers of {family} carry state from token to token: fsdp splits only by d and e"
+        rule = f"layers of {family} carry state from token to token: "
+        rule += "fsdp splits them only by d and e"
         yield Problem(part.where, rule, "leave out t and c, or use archon")
     if part.component.role in ("actor", "critic"):
         compiles, lora = part.model.archon.enable_compile is True, part.model.lora

@@ -39,6 +39,7 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+TWO = {"num_experts": 2, "num_experts_per_tok": 2}
 FAMILIES = {
     "qwen3": {},
     "mistral": {"sliding_window": 4},
@@ -344,7 +345,7 @@ def test_configs_that_cannot_be_trained_are_refused(config, said):
         ("qwen3", {}, Layout(pp=2), "supports only d, t, c and e; use archon"),
         ("qwen3_moe", {}, Layout(tp=2, etp=2), "supports only d, t, c and e; use archon"),
         ("qwen3", {}, Layout(dp_shard=2, ep=2), "qwen3 has no experts with .* leave out e"),
-        ("olmoe", {"num_experts": 2}, Layout(dp_shard=4, ep=4), "leave a rank of e4 none"),
+        ("olmoe", TWO, Layout(dp_shard=4, ep=4), "leave a rank of e4 none"),
         ("qwen3", {}, Layout(tp=4), "t4 of fsdp must divide num_kv_heads = 2"),
         ("qwen3", {}, Layout(tp=3), "t3 . c1 = 3 must divide num_heads = 4"),
         ("phimoe", {}, Layout(tp=2), "no tensor-parallel plan for this model; use t1"),
