@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, bring_back, keep_state, make_rows
-from parity_cases import bend, gradients_of
+from parity_cases import bend, gradients_of, state_of
 from sections import engine_settings
 
 from pentad.checkpoint.exports import export_model
@@ -15,6 +15,7 @@ from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.section import OptimizerConfig
+from pentad.parallel.cuts import local
 
 SMALL = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -124,9 +125,17 @@ def make(source: str, layout: Layout, loss: str = "token", **settings: Any) -> E
     return engine
 
 
-def train_step(source: str, layout: Layout, loss: str = "token", **settings: Any) -> dict[str, Any]:
-    """Everything a step gives, as `parity_cases.train_step`."""
+def train_step(
+    source: str, layout: Layout, loss: str = "token", is_idle: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Everything a step gives, as `parity_cases.train_step`. `is_idle`: all tokens choose the
+    same experts."""
     engine = make(source, layout, loss, **settings)
+    if is_idle:
+        with torch.no_grad():
+            for name, tensor in state_of(engine).items():
+                if name.endswith("mlp.gate.weight"):
+                    local(tensor).zero_()
     rows = make_rows(12)
     scored = engine.forward(rows)
     engine.begin_step()

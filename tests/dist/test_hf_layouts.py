@@ -107,8 +107,21 @@ def test_experts_of_transformers_train_over_ranks(pool, family, layout):
     compare_gradients(mine, alone(family))
 
 
-def test_routers_in_16_bits_stay_wide_over_ranks(pool):
-    seen = pool.run(2, "hf_cases", "wide_weights", layout=Layout(dp_shard=2))
+def test_a_rank_to_which_no_token_is_sent_has_gradients_of_zero(pool):
+    layout = Layout(dp_shard=2, tp=2, ep=2)
+    given = {"source": "qwen3_moe", "is_idle": True}
+    mine, true = pool.run(4, "hf_cases", "train_step", layout=layout, **given), alone(**given)
+    compare(mine, true)
+    for name, gradient in true["gradients"].items():
+        torch.testing.assert_close(mine["gradients"][name], gradient, rtol=1e-4, atol=1e-4)
+        if "experts" in name:
+            is_used = [bool(one.any()) for one in mine["gradients"][name]]
+            assert is_used in ([True, True, False, False], [False, False, True, True]), name
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(tp=2, ep=2)], ids=str)
+def test_routers_in_16_bits_stay_wide_over_ranks(pool, layout):
+    seen = pool.run(2, "hf_cases", "wide_weights", layout=layout)
     place = "model.layers.{}.mlp.{}"
     gates = {place.format(i, "gate.weight") for i in (1, 2)}
     biases = {place.format(i, "moe_statics.e_score_correction_bias") for i in (1, 2)}
