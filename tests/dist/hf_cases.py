@@ -49,6 +49,14 @@ ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings
 CONFIGS |= {
     "mixtral": SMALL | ROUTED | {"model_type": "mixtral"},
     "phimoe": SMALL | ROUTED | {"model_type": "phimoe", "hidden_size": 48},
+    "hunyuan_v1_moe": SMALL
+    | {
+        "model_type": "hunyuan_v1_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "moe_topk": 2,
+        "moe_intermediate_size": 40,
+    },
     "minimax_m2": SMALL
     | ROUTED
     | {"model_type": "minimax_m2", "num_local_experts": 5, "rope_theta": 10000.0},

@@ -91,11 +91,13 @@ MIXTURES = [
     ("gemma4_text", Layout(dp_shard=2, tp=2, ep=2)),
     ("ernie4_5_moe", Layout(tp=2, ep=2)),
     ("phimoe", D2E2),
+    ("phimoe", Layout(tp=2, ep=2)),
+    ("hunyuan_v1_moe", T2),
     ("granitemoehybrid", D2E2),
     ("granitemoehybrid", Layout(dp_shard=3, ep=3)),
 ]
 QUICK = {("qwen3_moe", D2E2), ("minimax_m2", Layout(tp=2, ep=2)), ("deepseek_v2", T2)}
-QUICK |= {("gemma4_text", T2), ("phimoe", D2E2), ("granitemoehybrid", D2E2)}
+QUICK |= {("gemma4_text", T2), ("phimoe", Layout(tp=2, ep=2)), ("granitemoehybrid", D2E2)}
 QUICK |= {("deepseek_v2", Layout(dp_shard=2, tp=2, ep=4))}
 
 

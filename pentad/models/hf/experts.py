@@ -10,11 +10,32 @@ import re
 from collections.abc import Iterator, Mapping, Set
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from pentad.core.errors import Problem
 
 OF_INTERFACE = ("has_gate", "has_bias", "is_transposed", "num_experts")
 """Attributes of modules with the interface, `use_experts_implementation`."""
+
+ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+ATTENTION |= {"layers.*.self_attn.o_proj": "rowwise"}
+NORMS = dict.fromkeys(("query_layernorm", "key_layernorm"), "replicated_with_grad_allreduce")
+PLANS: dict[str, Mapping[str, str]] = {
+    "granitemoe": ATTENTION,
+    "hunyuan_v1_moe": ATTENTION | {f"layers.*.self_attn.{n}": kind for n, kind in NORMS.items()},
+    "phimoe": ATTENTION,
+}
+"""Tensor-parallel plans of mixtures for which transformers has none: model type -> module in the
+body -> style."""
+
+
+def plan_of(model: PreTrainedModel) -> dict[str, str]:
+    """Module (* for numbers) -> transformers' tensor-parallel style; includes the head."""
+    plan, body = dict(model.tp_plan or {}), model.base_model_prefix
+    if any(key.startswith(f"{body}.") for key in plan):
+        return plan
+    own = PLANS.get(model.config.model_type, {})
+    return plan | {f"{body}.{key}": style for key, style in own.items()}
 
 
 def expert_stacks(model: nn.Module) -> dict[str, int]:

@@ -348,7 +348,6 @@ def test_configs_that_cannot_be_trained_are_refused(config, said):
         ("olmoe", TWO, Layout(dp_shard=4, ep=4), "leave a rank of e4 none"),
         ("qwen3", {}, Layout(tp=4), "t4 of fsdp must divide num_kv_heads = 2"),
         ("qwen3", {}, Layout(tp=3), "t3 . c1 = 3 must divide num_heads = 4"),
-        ("phimoe", {}, Layout(tp=2), "no tensor-parallel plan for this model; use t1"),
         ("gpt2", {}, Layout(tp=2), "no tensor-parallel plan for this model; use t1"),
         ("starcoder2", {"intermediate_size": 47}, Layout(tp=2), "must divide intermediate_size"),
     ],
