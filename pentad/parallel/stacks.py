@@ -9,7 +9,7 @@ Shapes: T tokens, k experts per token, N pairs here, E experts here, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,7 @@ from pentad.parallel.mesh import Axis, Meshes
 
 def apply_to_stacks(model: nn.Module, stacks: Mapping[str, int], meshes: Meshes) -> None:
     """Replaces the forward of every module with stacked experts; `stacks` has their number."""
-    make = _spread
+    make: Callable[[type], type[nn.Module]] = _spread
     for name, num in stacks.items():
         module, dispatch, held = model.get_submodule(name), None, num
         if meshes.expert_group.size > 1:

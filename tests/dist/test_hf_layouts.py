@@ -101,7 +101,10 @@ QUICK |= {("gemma4_text", T2), ("phimoe", Layout(tp=2, ep=2)), ("granitemoehybri
 QUICK |= {("deepseek_v2", Layout(dp_shard=2, tp=2, ep=4))}
 
 
-@pytest.mark.parametrize(("family", "layout"), table(MIXTURES, [m for m in MIXTURES if m not in QUICK]), ids=str)
+REST = [case for case in MIXTURES if case not in QUICK]
+
+
+@pytest.mark.parametrize(("family", "layout"), table(MIXTURES, REST), ids=str)
 def test_experts_of_transformers_train_over_ranks(pool, family, layout):
     """Families whose layers, experts and projections are of different kinds, under every axis."""
     mine = pool.run(layout.world, "hf_cases", "train_step", source=family, layout=layout)

@@ -41,7 +41,7 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
 def expert_stacks(model: nn.Module) -> dict[str, int]:
     """Name of each module with stacked experts -> number of its experts."""
     return {
-        name: int(module.num_experts)  # type: ignore[arg-type]
+        name: int(module.num_experts)
         for name, module in model.named_modules()
         if all(hasattr(module, key) for key in OF_INTERFACE)
     }

@@ -21,7 +21,12 @@ from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.frozen import BASE, spec_of_lora
-from pentad.engine.section import EngineSettings, ModelConfig, carrying_problems, uncompiled_problems
+from pentad.engine.section import (
+    EngineSettings,
+    ModelConfig,
+    carrying_problems,
+    uncompiled_problems,
+)
 from pentad.models.families import dims_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
