@@ -25,7 +25,7 @@ from pentad.parallel.mesh import Axis, Meshes
 
 def apply_to_stacks(model: nn.Module, stacks: Mapping[str, int], meshes: Meshes) -> None:
     """Replaces the forward of every module with stacked experts; `stacks` has their number."""
-    make: Callable[[type], type[nn.Module]] = _spread
+    make: Callable[[type], type[nn.Module]] = _stack
     for name, num in stacks.items():
         module, dispatch, held = model.get_submodule(name), None, num
         if meshes.expert_group.size > 1:
@@ -36,8 +36,8 @@ def apply_to_stacks(model: nn.Module, stacks: Mapping[str, int], meshes: Meshes)
 
 
 @cache
-def _spread(cls: Any) -> type[nn.Module]:
-    class Spread(cls):
+def _stack(cls: Any) -> type[nn.Module]:
+    class ExpertStack(cls):
         tp: Axis
         dispatch: ExpertDispatch | None
 
@@ -63,4 +63,4 @@ def _spread(cls: Any) -> type[nn.Module]:
             y_ND: Tensor = super().forward(x_ND, expert_N[:, None], weights_N[:, None])
             return y_ND[:num_rows]
 
-    return Spread
+    return ExpertStack
