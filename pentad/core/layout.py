@@ -30,7 +30,7 @@ TRAINING: tuple[Backend, ...] = ("archon", "fsdp", "megatron")
 AXES = {
     **dict.fromkeys(INFERENCE, "dtp"),
     "archon": "dptce",
-    "fsdp": "dtc",
+    "fsdp": "dtce",
     "megatron": "dptce",
     "attn:": "dptc",
     "ffn:": "dpte",
@@ -45,7 +45,6 @@ AXIS_NAMES = {
 }
 WHY_NOT = {
     ("fsdp", "p"): "fsdp has no pipeline; use archon",
-    ("fsdp", "e"): "fsdp has no expert parallelism; use archon",
     ("attn:", "e"): "experts are laid out on the ffn side",
     ("ffn:", "c"): "context parallelism belongs to the attn side",
 }

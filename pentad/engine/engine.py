@@ -361,14 +361,16 @@ class Engine:
         norm = float(step.whole.square.sqrt()) / step.count if step.count else 0.0
         reason = step.why_skipped(norm)
         counted = self.passes.loads
-        loads = counted.take(
-            lambda table: reduce_ranks(table, self.meshes.world), self.meter.num_items("combine")
-        )
+        num_here = self.meter.num_items("combine")
+        loads = counted.take(lambda table: reduce_ranks(table, self.meshes.world), num_here)
         # Here, right after a synchronisation: after the optimizer step another one would be needed,
         # and the device would be idle while the next step is prepared.
         balance, work = measure_balance(loads), self.meter.take()
         layout = self.meshes.layout
-        num_pairs = int(counted.arrived) // layout.etp if "combine" in work else None
+        arrived = counted.arrived
+        if not counted.layers and "combine" in work:  # routers of transformers count nothing
+            arrived = reduce_ranks(torch.tensor(num_here, device=self.device), self.meshes.world)
+        num_pairs = int(arrived) // layout.etp if "combine" in work else None
         if not reason:
             self.is_half_moved = True
             with explain("the optimizer step", self.settings.model):

@@ -428,6 +428,21 @@ def carrying_problems(
         yield Problem(f"{key}.archon.enable_compile = true", rule, "leave it out")
 
 
+def uncompiled_problems(
+    family: str, key: str, archon: ArchonConfig, layout: Layout
+) -> Iterator[Problem]:
+    """Problems of keys that need compiled blocks, for models of transformers with experts: fsdp
+    compiles no exchange of tokens. `archon`: keys as they were given."""
+    if layout.ep * layout.tp == 1:
+        return
+    axes = " ".join(f"{x}{n}" for x, n in (("t", layout.tp), ("e", layout.ep)) if n > 1)
+    rule = f"{axes} of fsdp sends tokens to the experts of {family}, and does not compile that"
+    if archon.ac_mode == "memory_budget":  # which sets enable_compile
+        yield Problem(f"{key}.archon.ac_mode = memory_budget", rule, "use selective or full")
+    elif archon.enable_compile is True:
+        yield Problem(f"{key}.archon.enable_compile = true", rule, "leave it out, or use archon")
+
+
 def no_graphs(
     settings: EngineSettings, dims: ModelDims, layout: Layout, backend: str
 ) -> str | None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from pentad.core.fit import expert_range
 from pentad.ops.rounding import Place
 from pentad.parallel.mesh import ALONE, Axis, Meshes
 from pentad.weights.boxes import placed_box
@@ -113,9 +114,8 @@ def _cut(entry: Entry, plan: CutPlan, meshes: Meshes) -> Cut:
     is_expert = any(axis in axes for axis in EXPERT_AXES)
     num_stored = layout.efsdp if is_expert else layout.dp_shard * layout.cp
     sizes = list(part.shape)
-    if "ep" in axes:  # all ranks must choose the same dim, even with different numbers of experts
-        each, more = divmod(entry.shape[axes["ep"]], layout.ep)
-        sizes[axes["ep"]] = 1 if more else each
+    if "ep" in axes:
+        sizes[axes["ep"]] = _common_size(entry.shape[axes["ep"]], layout.ep)
     dim = storage_dim(tuple(sizes), num_stored)
     copies, mesh, placements = _outside(entry, axes, meshes, is_expert)
     if entry.rule.is_factor:
@@ -131,6 +131,22 @@ def _cut(entry: Entry, plan: CutPlan, meshes: Meshes) -> Cut:
         mesh=mesh,
         placements=(*placements, Shard(dim)),
     )
+
+
+def cut_stack(shape: Shape, meshes: Meshes) -> Cut:
+    """The cut of a parameter whose first dim is the expert: ep splits it, etp does not."""
+    ep, num = meshes.layout.ep, shape[0]
+    box = (expert_range(num, ep, meshes.coords.ep), *full_box(shape[1:]))
+    dim = storage_dim((_common_size(num, ep), *shape[1:]), meshes.layout.efsdp)
+    whole = BalancedShard(0) if num % ep else Shard(0)
+    placements = (whole, Replicate(), Shard(dim))
+    return Cut(shape, box, ALONE, True, dim, meshes.expert_parts, placements)
+
+
+def _common_size(num_experts: int, ep: int) -> int:
+    """A number of experts by which all ranks choose the same dim, even with different numbers."""
+    each, more = divmod(num_experts, ep)
+    return 1 if more else each
 
 
 def _outside(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Mapping
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import functional as F
@@ -21,13 +22,16 @@ from torch.nn import functional as F
 from pentad.core.errors import Problem, raise_problems
 from pentad.core.swap import swap_class
 from pentad.parallel.collectives import deal, gather_shared, share, sum_shared
-from pentad.parallel.cuts import Cut, storage_dim
+from pentad.parallel.cuts import Cut, cut_stack, storage_dim
 from pentad.parallel.mesh import ALONE, Axis, Meshes
 from pentad.weights.regions import Shape
 
 Styles = Mapping[str, str]
 """Module -> style."""
 PARTIAL = "replicated_with_grad_allreduce"
+LATENT = "mla_kv_a_proj"
+"""A projection to what all heads share: keys and values, compressed, and the rotated part of the
+keys, which each rank adds to its own heads."""
 FACTORS = (".lora.b", ".lora.a")
 """Names of factors by the dim of the weight that they share: rows, columns."""
 
@@ -84,7 +88,8 @@ def match_styles(model: nn.Module, plan: Styles, num: int, where: str) -> dict[s
         if wanted not in plan:
             continue
         style = plan[wanted]
-        is_known = style == PARTIAL or (style in RUNS and isinstance(modules.get(name), nn.Linear))
+        is_layer = style in (*RUNS, LATENT) and isinstance(modules.get(name), nn.Linear)
+        is_known = style == PARTIAL or is_layer
         if is_known:
             styles[name] = style
             problems += _uneven(name, modules[name], style, num, where) if wanted in unused else []
@@ -109,11 +114,21 @@ def _uneven(name: str, module: nn.Module, style: str, num: int, where: str) -> l
 
 
 def plan_style_cuts(
-    shapes: Mapping[str, Shape], styles: Styles, meshes: Meshes, trained: Container[str] = ()
+    shapes: Mapping[str, Shape],
+    styles: Styles,
+    meshes: Meshes,
+    trained: Container[str] = (),
+    stacks: Container[str] = (),
 ) -> dict[str, Cut]:
     """Returns the cut of every named parameter. Every rank must call it. `trained`: parameters
-    trained in addition to frozen weights, which every rank stores as it computes with them."""
-    return {name: _cut(name, shape, styles, meshes, trained) for name, shape in shapes.items()}
+    trained in addition to frozen weights, which every rank stores as it computes with them.
+    `stacks`: modules whose parameters are stacked by expert, if these are on the expert mesh."""
+    return {
+        name: cut_stack(shape, meshes)
+        if name.rpartition(".")[0] in stacks
+        else _cut(name, shape, styles, meshes, trained)
+        for name, shape in shapes.items()
+    }
 
 
 def _cut_dim(name: str, shape: Shape, style: str) -> int | None:
@@ -157,15 +172,20 @@ def _cut(name: str, shape: Shape, styles: Styles, meshes: Meshes, trained: Conta
     )
 
 
-def apply_styles(model: nn.Module, styles: Styles, tp: Axis) -> None:
-    """Replaces the forward of every module with a style."""
+def apply_styles(model: nn.Module, styles: Styles, tp: Axis, num_rotated: int = 0) -> None:
+    """Replaces the forward of every module with a style. `num_rotated`: features at the end of a
+    `LATENT` projection that are added to each head."""
     if tp.size == 1:
         return
     make: Callable[[type, str], type[nn.Module]] = _styled
+    make_latent: Callable[[type], type[nn.Module]] = _latent
     for name, style in styles.items():
+        module = model.get_submodule(name)
         if style in RUNS:
-            module = model.get_submodule(name)
             swap_class(module, make(type(module), style), tp=tp)
+        elif style == LATENT:
+            assert num_rotated > 0, "the config of a latent attention has the width it rotates"
+            swap_class(module, make_latent(type(module)), tp=tp, num_rotated=num_rotated)
 
 
 @cache
@@ -179,3 +199,17 @@ def _styled(cls: Any, style: str) -> type[nn.Module]:
             return run(self, self.tp, x_TF)
 
     return Styled
+
+
+@cache
+def _latent(cls: Any) -> type[nn.Module]:
+    class Latent(cls):
+        tp: Axis
+        num_rotated: int
+
+        def forward(self, x_TF: Tensor) -> Tensor:
+            y_TG = super().forward(x_TF)
+            rest_TG, rotated_TG = y_TG.tensor_split([y_TG.shape[-1] - self.num_rotated], dim=-1)
+            return torch.cat([rest_TG, share(rotated_TG, self.tp)], dim=-1)
+
+    return Latent

@@ -300,6 +300,9 @@ def planned_keys(
         # packed rows does not keep anyway.
         whole = archon.ac_mode if archon.ac_mode == "full" else "none"
         counted |= {"enable_compile": False, "ac_mode": whole}
+    is_moe = part.dims is not None and part.dims.num_experts > 0
+    if part.component.backend == "fsdp" and is_moe and layout.ep * layout.tp > 1:
+        counted["enable_compile"] = False
     return keys.model_copy(update={"archon": archon.model_copy(update=counted)})
 
 

@@ -65,6 +65,10 @@ class LayoutCase:
     text: str
     layout: Layout
 
+    @property
+    def backend(self) -> str:
+        return actor_of(self.text).backend
+
 
 # The model
 
@@ -214,7 +218,11 @@ def read_cases(subject: ParallelSubject, texts: list[str]) -> list[LayoutCase]:
     if problems:
         raise UserError(problems)
     replicas = subject.config.actor.archon.dp_replicate
-    return [LayoutCase(text, actor_of(text).layout(replicas)) for text in texts]
+    cases = [LayoutCase(text, actor_of(text).layout(replicas)) for text in texts]
+    if len(backends := {case.backend for case in cases}) > 1:
+        rule = f"have the backends {' and '.join(sorted(backends))}, and names of weights differ"
+        raise UserError(Problem(f"layouts = {', '.join(texts)}", rule, "give those of one backend"))
+    return cases
 
 
 def config_at(subject: ParallelSubject, text: str) -> Config:
@@ -229,8 +237,8 @@ def case_problems(subject: ParallelSubject, text: str) -> list[Problem]:
     if problems:
         return problems
     backends = {component.backend for component in config.allocation}
-    if backends != {"archon"}:
-        rule = f"only archon is run here, not {', '.join(sorted(backends - {'archon'}))}"
+    if others := backends - {"archon", "fsdp"}:
+        rule = f"only archon and fsdp are run here, not {', '.join(sorted(others))}"
         return [Problem(f"layout = {text}", rule, "give only the training layout")]
     return []
 

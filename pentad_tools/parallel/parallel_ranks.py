@@ -94,7 +94,7 @@ def measure_alone(payload: dict[str, Any]) -> StepMeasurement:
         _unsettle(engine, payload["seed"])
         export_model(engine, folder / "model")
     rows = _rows(payload, engine)
-    routes = engine.routes(rows) if engine.dims.num_experts else None
+    routes = engine.routes(rows) if engine.dims.num_experts and engine.dims.is_whole else None
     found, gradients = _step(engine, rows, routes)
     torch.save({"gradients": dict(gradients), "routes": routes}, folder / "alone.pt")
     return found
@@ -144,6 +144,7 @@ def _build(
         layout=layout,
         init_from_scratch=is_fresh,
         seed=payload["seed"],
+        backend=payload["backend"],
     )
 
 

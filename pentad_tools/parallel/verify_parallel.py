@@ -141,6 +141,7 @@ def make_payload(
         "seed": seed,
         "num_rows": max(12, *(2 * c.layout.dp * stages for c in cases)),
         "is_full": full,
+        "backend": cases[0].backend,
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from engine_toys import CONFIG, PolicyLoss, ValueLoss, bring_back, keep_state, make_rows
-from parity_cases import bend, gradients_of
+from parity_cases import bend, gradients_of, state_of
 from sections import engine_settings
 
 from pentad.checkpoint.exports import export_model
@@ -15,6 +15,7 @@ from pentad.core.errors import RunError
 from pentad.core.layout import Layout
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.section import OptimizerConfig
+from pentad.parallel.cuts import local
 
 SMALL = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -44,6 +45,69 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 1,
     },
 }
+ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+CONFIGS |= {
+    "mixtral": SMALL | ROUTED | {"model_type": "mixtral"},
+    "phimoe": SMALL | ROUTED | {"model_type": "phimoe", "hidden_size": 48},
+    "hunyuan_v1_moe": SMALL
+    | {
+        "model_type": "hunyuan_v1_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "moe_topk": 2,
+        "moe_intermediate_size": 40,
+    },
+    "minimax_m2": SMALL
+    | ROUTED
+    | {"model_type": "minimax_m2", "num_local_experts": 5, "rope_theta": 10000.0},
+    "deepseek_v2": SMALL
+    | {
+        "model_type": "deepseek_v2",
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "head_dim": 4,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "gemma4_text": SMALL
+    | {
+        "model_type": "gemma4_text",
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "global_head_dim": 6,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 5,
+    },
+    "granitemoehybrid": SMALL
+    | ROUTED
+    | {
+        "model_type": "granitemoehybrid",
+        "hidden_size": 48,
+        "shared_intermediate_size": 32,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 12,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+}
+"""Mixtures: gate and up in one matrix, or projections whose outputs are gathered, or latent
+attention with shared experts, or experts beside a dense layer, or layers that carry state."""
 LOSSES = {"token": PolicyLoss(0.3), "value": ValueLoss()}
 SETTINGS = OptimizerConfig(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5, eps=1e-2)
 """The eps keeps a first step of AdamW from blowing up fp32 noise in small gradients to lr."""
@@ -69,9 +133,17 @@ def make(source: str, layout: Layout, loss: str = "token", **settings: Any) -> E
     return engine
 
 
-def train_step(source: str, layout: Layout, loss: str = "token", **settings: Any) -> dict[str, Any]:
-    """Everything a step gives, as `parity_cases.train_step`."""
+def train_step(
+    source: str, layout: Layout, loss: str = "token", is_idle: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Everything a step gives, as `parity_cases.train_step`. `is_idle`: all tokens choose the
+    same experts."""
     engine = make(source, layout, loss, **settings)
+    if is_idle:
+        with torch.no_grad():
+            for name, tensor in state_of(engine).items():
+                if name.endswith("mlp.gate.weight"):
+                    local(tensor).zero_()
     rows = make_rows(12)
     scored = engine.forward(rows)
     engine.begin_step()

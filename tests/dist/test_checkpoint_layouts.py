@@ -37,6 +37,8 @@ KINDS = {
     "zbv": Kind(Layout(pp=2), ZERO_BUBBLE),
     "fsdp dp2": Kind(Layout(dp_shard=2), {"backend": "fsdp"}),
     "fsdp tp2": Kind(Layout(tp=2), {"backend": "fsdp"}),
+    "fsdp tp2 ep2": Kind(Layout(tp=2, ep=2), {"backend": "fsdp"}),
+    "fsdp ep4": Kind(Layout(dp_shard=4, ep=4), {"backend": "fsdp"}),
     "ep2": Kind(Layout(dp_shard=2, ep=2)),
     "etp2": Kind(Layout(tp=2, etp=2)),
     "ep3": Kind(Layout(dp_shard=3, ep=3)),
@@ -54,7 +56,7 @@ KINDS = {
 SAVES = [
     *[("tied5", k) for k in ("alone", "dp2", "tp2", "interleaved", "zbv", "fsdp dp2")],
     *[("tied5", k) for k in ("dp3", "hsdp2 dp2", "tp4")],
-    *[("moe6", k) for k in ("alone", "ep3", "pp2 tp2 ep2", "ep2 etp2", "fsdp", "ep5")],
+    *[("moe6", k) for k in ("alone", "ep3", "pp2 tp2 ep2", "ep2 etp2", "fsdp", "ep5", "fsdp ep4")],
     ("glm5", "1f1b"),
 ]
 PAIRS = [
@@ -88,11 +90,16 @@ PAIRS = [
     ("moe6", "ep5", "ep4"),
     ("moe6", "ep2 etp2", "ep5"),
     ("moe6", "ep5", "dp4 tp2 ep4"),
+    ("moe6", "fsdp ep4", "fsdp tp2 ep2"),
+    ("moe6", "fsdp ep4", "ep3"),
+    ("moe6", "ep3", "fsdp ep4"),
     ("glm5", "1f1b", "ep2"),
 ]
 
 
 PAIRS_REST = [
+    ("moe6", "fsdp ep4", "ep3"),
+    ("moe6", "ep3", "fsdp ep4"),
     ("moe6", "ep2 etp2", "ep5"),
     ("moe6", "ep5", "dp4 tp2 ep4"),
     ("tied5", "hsdp2 dp2", "hsdp2 dp2"),

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.dist
 REFERENCES: dict[tuple, dict] = {}
 LORA = LoraConfig(rank=4, alpha=6.0)
 ATTENTION = LoraConfig(rank=4, targets=("q", "k", "v", "o"))
+LATENT = LoraConfig(rank=4, targets=("q_a", "kv_a", "kv_b", "o"))
 
 
 def run(pool, function: str, layout: Layout, **kwargs):
@@ -44,6 +45,8 @@ LAYOUTS = [
     ("phi3", Layout(tp=2), LORA, "token"),  # q, k and v are one layer, and gate and up
     ("gpt_neox", Layout(dp_shard=2), LORA, "token"),
     ("qwen3_moe", Layout(dp_shard=2), ATTENTION, "token"),
+    ("qwen3_moe", Layout(tp=2, ep=2), ATTENTION, "token"),
+    ("deepseek_v2", Layout(dp_shard=2, tp=2, ep=2), LATENT, "token"),
     ("qwen3", Layout(dp_shard=2, tp=2), LoraConfig(rank=4, targets=()), "value"),
     ("qwen3", Layout(dp_shard=2, tp=2), LORA, "value"),
 ]
@@ -51,7 +54,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("family", "layout", "lora", "loss"),
-    table(LAYOUTS, [LAYOUTS[1], LAYOUTS[5], LAYOUTS[7]]),
+    table(LAYOUTS, [LAYOUTS[1], LAYOUTS[5], LAYOUTS[8], LAYOUTS[9]]),
     ids=str,
 )
 def test_a_layout_gives_one_ranks_factors(pool, family, layout, lora, loss):

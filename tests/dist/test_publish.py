@@ -26,6 +26,7 @@ CASES = [
     ("parity", "moe", Layout(dp_shard=5, ep=5), "shm", {}),
     ("parity", "dense", Layout(dp_replicate=2, tp=4), "shm", {"dtype": "bfloat16"}),
     ("parity", "ernie4_5_moe", Layout(tp=2, ep=2), "shm", {"dtype": "bfloat16"}),
+    ("hf", "minimax_m2", Layout(dp_shard=2, tp=2, ep=4), "shm", {}),
 ]
 
 CASES_REST = [CASES[0], CASES[3], CASES[7], CASES[10]]

@@ -131,6 +131,35 @@ def test_ppo_over_two_ranks_samples_and_learns_as_one_process(task, tmp_path, al
     check_equal(records, summary.model, alone["ppo"])
 
 
+def test_a_mixture_without_a_model_file_learns_over_e_as_one_process(task, tmp_path):
+    """Its experts are on two ranks; the sampler runs the published weights by transformers."""
+    folder = tmp_path / "phimoe"
+    write_model(folder)
+    toy = json.loads((folder / "config.json").read_text())
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    tokens = {name: toy[name] for name in ("vocab_size", "eos_token_id", "max_position_embeddings")}
+    given = {"model_type": "phimoe", "bos_token_id": None, **sizes, **experts, **tokens}
+    (folder / "config.json").write_text(json.dumps(given))
+    steps = ["total_train_steps=2", f"actor.path={folder}", "algorithm.name=grpo"]
+    alone = [*steps, "allocation_mode=embedded:d1|fsdp:d1"]
+    config, notes = config_of(task, tmp_path, "train", "alone", *alone)
+    truth = run_train(config, notes, device="cpu")
+    over = [*steps, "allocation_mode=embedded:d1|fsdp:d2e2"]
+    summary = run_ranks(command="train", task=task, root=tmp_path, trial="e2", overrides=over)
+    mine, theirs = (
+        [line["ids"] for line in read_lines(place / "samples.jsonl")]
+        for place in (summary.records, truth.records)
+    )
+    assert mine == theirs and mine
+    check_equal(summary.records, summary.model, truth)
+    for line in read_lines(summary.records / "steps.jsonl"):
+        # Two experts for each token of both layers; the rows of both ranks, and their padding.
+        assert line["collective"]["pairs_computed"] >= 4 * line["num_tokens"]
+        assert line["collective"]["dispatch_bytes"] > 0 and line["infra"]["ep_world_size"] == 2
+
+
 @pytest.mark.parametrize(
     ("command", "rank", "failure", "expected"),
     [

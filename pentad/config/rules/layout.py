@@ -31,7 +31,7 @@ from pentad.core.fit import (
     width_problems,
 )
 from pentad.core.layout import Allocation, Component, divisors
-from pentad.engine.section import EngineSettings, carrying_problems, no_graphs
+from pentad.engine.section import EngineSettings, carrying_problems, no_graphs, uncompiled_problems
 from pentad.models.catalog import known_dims
 
 RULES = Rules()
@@ -326,17 +326,18 @@ def transformers_own_models(part: Placed) -> Iterator[Problem]:
         yield Problem(f"{part.key}.path", rule, "use archon")
     if part.dims is not None and part.dims.linear_layers:
         yield from _gated_delta_nets(part, part.dims.family)
-    if part.dims is not None and part.dims.num_experts and tp > 1:
-        rule = f"t{tp} of fsdp would split experts, which transformers' plan does not support"
-        yield Problem(part.where, rule, "use t1, or archon")
-    elif part.dims is not None:
+    if part.dims is not None:
         yield from whole_kv_head_problems(tp, part.dims, part.where)
+        if part.dims.num_experts and part.component.role in ("actor", "critic"):
+            layout = part.component.layout()
+            yield from uncompiled_problems(part.dims.family, part.key, archon, layout)
 
 
 def _gated_delta_nets(part: Placed, family: str) -> Iterator[Problem]:
     """fsdp computes their rows one by one."""
     if part.component.size("t") > 1 or part.component.size("c") > 1:
-        rule = f"layers of {family} carry state from token to token: fsdp splits them only by d"
+        rule = f"layers of {family} carry state from token to token: "
+        rule += "fsdp splits them only by d and e"
         yield Problem(part.where, rule, "leave out t and c, or use archon")
     if part.component.role in ("actor", "critic"):
         compiles, lora = part.model.archon.enable_compile is True, part.model.lora

@@ -34,6 +34,7 @@ from pentad.core.types import Attend
 from pentad.engine.section import LoraConfig
 from pentad.models.hf.attention import CORE, NAME, PROBE, WINDOW, NoCoreError
 from pentad.models.hf.config import carries_state, measure
+from pentad.models.hf.experts import expert_stacks, plan_of
 from pentad.models.hf.factors import factors_beside, linear_layers, words_of
 from pentad.models.language_model import LanguageModel, bent
 from pentad.models.moe import Routes
@@ -111,8 +112,7 @@ class HfModel(LanguageModel):
         self.cache_shapes = cache_shapes
         self.packs_rows = bool(cache_shapes)
         self.hf_map = build_hf_map(causal, self.dims, where, wide)
-        self.tp_plan: Mapping[str, str] = dict(causal.tp_plan or {})
-        """Module (* for numbers) -> transformers' tensor-parallel style; includes the head."""
+        self.tp_plan: Mapping[str, str] = plan_of(causal)
         self.unshared = (causal,)  # in a tuple, so that its parameters are not registered twice
         self.body_name = causal.base_model_prefix
         self.add_module(self.body_name, causal.base_model)
@@ -120,6 +120,8 @@ class HfModel(LanguageModel):
         if not self.block_names:
             raise UserError(Problem(where, "transformers does not name the blocks of its model"))
         self.linears = linear_layers(causal, self.block_names)
+        self.expert_stacks: Mapping[str, int] = expert_stacks(causal)
+        """Name of each module with stacked experts -> number of its experts."""
         self.has_lm_head = not value_head
         self.head_name = ""
         """Name of the head's weight; empty if it is tied to the embedding."""

@@ -20,7 +20,12 @@ from pentad.core.seeds import derive_seed
 from pentad.core.sizes import RunSize
 from pentad.engine.engine import Engine, build_engine
 from pentad.engine.frozen import spec_of_lora
-from pentad.engine.section import EngineSettings, ModelConfig, carrying_problems
+from pentad.engine.section import (
+    EngineSettings,
+    ModelConfig,
+    carrying_problems,
+    uncompiled_problems,
+)
 from pentad.models.families import dims_of
 from pentad.models.hf_weights import native_shards
 from pentad.models.language_model import LanguageModel
@@ -159,16 +164,19 @@ def _meta_model(config: Config, role: Role) -> LanguageModel:
     if backend != "fsdp":
         return build_whole(path, backend, value_head=has_value_head(config, role))
     # Imported here: transformers takes seconds to import.
-    from pentad.engine.transformers_model import match_layout
+    from pentad.engine.transformers_model import match_layout, splits_experts
     from pentad.models.hf.config import read_hf_config
     from pentad.models.hf.module import build_hf_model
 
     head = has_value_head(config, role)
     model = build_hf_model(read_hf_config(path), dtype=torch.float32, value_head=head)
     component, keys = config.component(role), config.critic if is_critic else config.actor
-    match_layout(model, component.layout(keys.archon.dp_replicate))
+    layout, key = component.layout(keys.archon.dp_replicate), "critic" if is_critic else "actor"
+    match_layout(model, layout)
+    if splits_experts(model, layout):
+        raise_problems(uncompiled_problems(model.dims.family, key, keys.archon, layout))
     if not model.packs_rows:
-        key, compiles = "critic" if is_critic else "actor", keys.archon.enable_compile is True
+        compiles = keys.archon.enable_compile is True
         has_lora = keys.lora is not None
         raise_problems(
             carrying_problems(model.dims.family, key, has_lora=has_lora, compiles=compiles)

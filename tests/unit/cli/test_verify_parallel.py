@@ -174,7 +174,9 @@ def test_without_layouts_every_plain_one_of_the_world_is_run():
         (["qwen3"], None, ["d1"], "one rank is the reference of the comparison"),
         (["qwen3"], None, ["d2e2"], "e2 needs experts"),
         (["qwen3"], None, ["d2t"], "t takes a number"),
-        (["qwen3"], None, ["embedded:d1|archon:d2"], "only archon is run here, not embedded"),
+        (["qwen3"], None, ["embedded:d1|archon:d2"], "archon and fsdp are run here, not embedded"),
+        (["qwen3"], None, ["d2 fsdp:t2"], "have the backends archon and fsdp"),
+        (["qwen3"], None, ["fsdp:d2p2"], "fsdp does not take p"),
         (["qwen3", "actor.archon.nonsense=1"], 2, [], "there is no such key"),
     ],
 )
@@ -230,6 +232,13 @@ def test_the_example_of_the_docs_agrees(capfd, monkeypatch):
     # What a machine rounds and how long it takes are its own.
     assert [line.split()[0] for line in out] == [line.split()[0] for line in shown]
     assert out[2].split()[2][:6] == shown[2].split()[2][:6]
+
+
+@pytest.mark.dist
+def test_experts_of_transformers_are_compared_with_one_rank_of_theirs(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run_verify_parallel(["mixtral"], layouts=["fsdp:d2e2"], device="cpu") == 0
+    assert "The layout gives one rank's numbers." in capfd.readouterr().out
 
 
 @pytest.mark.dist

@@ -197,7 +197,7 @@ def test_layout_prints_the_line_of_the_start_log():
         ("archon:d1)", 9, "')' does not belong here", "+ (own devices)"),
         ("fsdp:(attn:d1|ffn:e1)", 5, "no separate expert layout", "archon:(attn:"),
         ("fsdp:d2p2", 7, "fsdp does not take p", "axes of fsdp: d"),
-        ("fsdp:d2e2", 7, "fsdp does not take e", "axes of fsdp: d"),
+        ("fsdp:d2e4", 7, "e4 must divide d*c*t = 2", "e can be 1, 2, or use fsdp:d4e4"),
         ("vllm:d2c2", 7, "vllm does not take c", "axes of vllm: d"),
         ("embedded:d1e1", 11, "embedded does not take e", "axes of embedded"),
         ("archon:(attn:d1e2|ffn:e1)", 15, "attn does not take e", "axes of attn"),
@@ -229,8 +229,8 @@ def test_all_faults_of_meaning_are_told_together():
     rules = [problem.rule for problem in caught.value.problems]
     assert [rule.split(":")[0] for rule in rules] == [
         "vllm does not take c",
-        "fsdp does not take e",
         "fsdp does not take p",
+        "e2 must divide d*c*t = 1, the ranks of one pipeline stage",
         "the axis d is given twice",
         "with 3 components each needs a name",
         "with 3 components each needs a name",

@@ -39,6 +39,7 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+TWO = {"num_experts": 2, "num_experts_per_tok": 2}
 FAMILIES = {
     "qwen3": {},
     "mistral": {"sliding_window": 4},
@@ -208,7 +209,7 @@ def test_what_carries_state_is_neither_split_nor_adapted_nor_sampled(tmp_path):
         build_engine(tmp_path, settings, backend="fsdp")
     model = build_hf_model(read_hf_config(tmp_path), dtype=torch.float32)
     for layout in (Layout(tp=2), Layout(cp=2)):
-        with pytest.raises(UserError, match="only d is supported"):
+        with pytest.raises(UserError, match="only d and e can be used"):
             match_layout(model, layout)
 
 
@@ -341,10 +342,12 @@ def test_configs_that_cannot_be_trained_are_refused(config, said):
 @pytest.mark.parametrize(
     ("family", "more", "layout", "said"),
     [
-        ("qwen3", {}, Layout(pp=2), "supports only d, t and c; use archon"),
+        ("qwen3", {}, Layout(pp=2), "supports only d, t, c and e; use archon"),
+        ("qwen3_moe", {}, Layout(tp=2, etp=2), "supports only d, t, c and e; use archon"),
+        ("qwen3", {}, Layout(dp_shard=2, ep=2), "qwen3 has no experts with .* leave out e"),
+        ("olmoe", TWO, Layout(dp_shard=4, ep=4), "leave a rank of e4 none"),
         ("qwen3", {}, Layout(tp=4), "t4 of fsdp must divide num_kv_heads = 2"),
         ("qwen3", {}, Layout(tp=3), "t3 . c1 = 3 must divide num_heads = 4"),
-        ("qwen3_moe", {}, Layout(tp=2), "as moe_tp_experts, which is not supported; use t1"),
         ("gpt2", {}, Layout(tp=2), "no tensor-parallel plan for this model; use t1"),
         ("starcoder2", {"intermediate_size": 47}, Layout(tp=2), "must divide intermediate_size"),
     ],
@@ -353,6 +356,17 @@ def test_layouts_that_cannot_cut_a_model_are_refused(family, more, layout, said)
     model = build_hf_model(config_of(family, **more), dtype=torch.float32)
     with pytest.raises(UserError, match=said):
         match_layout(model, layout)
+
+
+def test_experts_of_another_shape_are_not_distributed():
+    model = build_hf_model(config_of("qwen3_moe", **EXPERTS), dtype=torch.float32)
+    layout = Layout(dp_shard=2, ep=2)
+    assert match_layout(model, layout) == {}
+    experts = model.blocks[0].mlp.experts
+    experts.scale = torch.nn.Parameter(torch.empty(2, 4, device="meta"))
+    with pytest.raises(UserError, match="0.mlp.experts.scale has the shape .2, 4., and only"):
+        match_layout(model, layout)
+    match_layout(model, Layout(dp_shard=2))
 
 
 def test_settings_that_need_a_model_file_are_refused():

@@ -292,6 +292,20 @@ def test_the_backend_fsdp_holds_tables_and_logits_of_the_whole_vocabulary():
     assert lacking == table - table // 4
 
 
+def test_the_backend_fsdp_holds_its_part_of_the_experts():
+    """Blocks that send tokens to experts are not compiled, which takes other activations."""
+    keys = ["actor.path=Qwen/Qwen3-30B-A3B", "train_dataset.max_length=2048"]
+    keys += ["cluster.n_gpus_per_node=8", "actor.mb_spec.max_tokens_per_mb=8192"]
+
+    def planned(axes):
+        config = prepare(None, [*keys, f"allocation_mode=fsdp:{axes}"], "plan", 2000)[0]
+        return build_plan(config, Device("cuda", 2000 * GIB, "", False)).trainers[0].training
+
+    whole, split = planned("d8"), planned("d8e8")
+    assert held_params(whole, 0).experts == 8 * held_params(split, 0).experts > 0
+    assert whole.model.archon.enable_compile and not split.model.archon.enable_compile
+
+
 def test_passes_of_small_models_are_captured_where_a_gpu_has_ample_room():
     def chosen(*keys, memory=80.0):
         base = ["actor.path=Qwen/Qwen3-0.6B", "actor.mb_spec.max_tokens_per_mb=8192"]
