@@ -119,10 +119,12 @@ class InferenceEngine:
             raise UserError(Problem("rollout.replay_routes = true", rule, "leave it out"))
         self.max_context = min(settings.max_context or dims.max_position, dims.max_position)
         head, keys = model.head_weight, settings.rollout
-        largest = SamplerPass(dims, head.dtype.itemsize, keys.max_sequences, keys.max_batch_tokens)
+        states = sum(kind.num_bytes for kind in model.state_kinds)
+        given = keys.max_sequences, keys.max_batch_tokens, states
+        largest = SamplerPass(dims, head.dtype.itemsize, *given)
         num_blocks = count_blocks(model, settings, self.max_context, largest)
         # States exist only at the ends of sequences, so prefixes cannot be reused.
-        finds = not dims.linear_layers
+        finds = not (dims.linear_layers or model.state_kinds)
         self.pool = BlockPool(num_blocks, settings.block_size, finds_prefixes=finds)
         self.table = Table(settings.rollout.max_sequences, settings.block_size)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)

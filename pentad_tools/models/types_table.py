@@ -69,6 +69,11 @@ GROWING = {
     **{"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5},
 }
 """Makes queries grow from the fifth position on."""
+MULTIPLIERS = {
+    **{"lm_head_multiplier": 0.3, "embedding_multiplier": 2.0, "key_multiplier": 0.8},
+    **{"ssm_multipliers": [0.9, 1.2, 0.7, 1.1, 0.8], "mlp_multipliers": [0.6, 1.4]},
+    **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.7, "attention_out_multiplier": 0.9},
+}
 FACTORS = {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5}
 TYPES: dict[str, dict[str, Any]] = {
     "apertus": HEADS,
@@ -84,7 +89,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "exaone4": HALF,
     "falcon": {},
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "falcon_h1": {**MAMBA, **MULTIPLIERS, "mamba_d_ssm": 64},
     "gemma": HEADS,
     "gemma2": WINDOW,
     "gemma3_text": HALF,
@@ -108,7 +113,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": HEADS,
     "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2, "moe_intermediate_size": 48},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {**DEEPSEEK, **LATENT},
+    "kimi_linear": {**DEEPSEEK, **LATENT, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama": HEADS,
     "llama4_text": {**HEADS, "num_local_experts": 4, "intermediate_size_mlp": 48},
