@@ -117,6 +117,17 @@ class SamplerPass:
         own = slot_bytes(self.dims, self.itemsize) + self.state_bytes
         return (self.max_running + 1) * own
 
+    def state_problems(self, free_bytes: float) -> list[Problem]:
+        """Problems of states that do not fit into the free memory of a GPU."""
+        if self.slots_bytes <= free_bytes:
+            return []
+        each = self.slots_bytes / (self.max_running + 1)
+        rule = f"their states take {self.slots_bytes / GIB:.3g} GiB, and {free_bytes / GIB:.3g} "
+        rule += "GiB of the device are free"
+        most = int(free_bytes // each) - 1
+        remedy = f"set it to less than {most}: the cache needs memory too" if most > 1 else ""
+        return [Problem(f"rollout.max_running = {self.max_running}", rule, remedy)]
+
 
 def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:
     """Default size of the largest microbatch: about as many are in flight as there are stages."""

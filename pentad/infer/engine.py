@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.faults import hit
 from pentad.core.roles import Installed, NativeWeights
 from pentad.core.sizes import (
@@ -430,6 +430,8 @@ def count_blocks(
 ) -> int:
     """Returns the number of blocks in the pool, including the scratch block."""
     weight, size, keys = model.head_weight, settings.block_size, settings.rollout
+    if weight.is_cuda:
+        raise_problems(largest.state_problems(torch.cuda.mem_get_info(weight.device)[0]))
     bytes_each = size * kv_token_bytes(
         model.cache_dims, weight.dtype.itemsize, keys.kv_cache_dtype, expanded=settings.strict
     )

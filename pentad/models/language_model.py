@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
+from pentad.core.types import Attend
 from pentad.engine.section import LoraConfig
 from pentad.models.families import lora_map_of, lora_words, map_of, spec_of
 from pentad.models.towers import spelling_of

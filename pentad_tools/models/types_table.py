@@ -237,9 +237,9 @@ def _rules_of(error: UserError) -> str:
 
 
 @torch.no_grad()
-def write_tiny(name: str, folder: str | Path) -> nn.Module:
+def write_tiny(name: str, folder: str | Path, **more: Any) -> nn.Module:
     """Creates transformers' model of a type with random weights and saves it to the folder."""
-    config = transformers.AutoConfig.for_model(name, **{**SIZES, **TYPES[name]})
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **TYPES[name], **more})
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **PLAIN)
     source = generator(2)

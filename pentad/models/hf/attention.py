@@ -55,7 +55,14 @@ class CallNote:
         self.calls: list[tuple[int, int]] = []
 
     def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, **how: object
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         self.calls.append((k_TKd.shape[1], k_TKd.shape[2]))
         return torch.zeros_like(q_THd)

@@ -1,9 +1,9 @@
 """States that layers of transformers carry from token to token: their shapes, and passes that start
 from them.
 
-A pass gets transformers' own cache, whose layers hold the states of a batch of rows. Keys and values
-pass through it, because the attention core has its own cache. Shapes of states, and whether a run of
-several tokens starts from the states, are found by passes without memory.
+A pass gets transformers' own cache, whose layers hold the states of a batch of rows. Keys and
+values pass through it, because the attention core has its own cache. Shapes of states, and whether
+several tokens of a row start from them, are found by passes without memory.
 
 Shape suffixes: S rows, T tokens of each row, D hidden.
 """
@@ -38,7 +38,7 @@ KINDS = ("conv_states", "recurrent_states")
 """Attributes of transformers' cache layers with states: lists by their number."""
 
 
-class PassedKeys(CacheLayerMixin):  # type: ignore[misc]
+class PassedKeys(CacheLayerMixin):
     """A layer whose keys and values are in the cache of the attention core."""
 
     num_updates = 0
@@ -60,14 +60,18 @@ class PassedKeys(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class HeldStates(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+class HeldStates(LinearAttentionCacheLayerMixin):
     """A layer with the states of the rows of a pass."""
 
     def lazy_initialization(self, *args: Any, **how: Any) -> None:
         raise AssertionError("states are created by updates")
 
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **how: Any
+        self,
+        conv_states: Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **how: Any,
     ) -> Tensor:
         """Returns the new inputs after those that the state has; keeps the last ones."""
         width = conv_kernel_size or conv_states.shape[-1]
@@ -91,7 +95,7 @@ class PassedKeysAndStates(HeldStates, PassedKeys):
 
     def __init__(self, number_of_states: int = 1) -> None:
         PassedKeys.__init__(self)
-        HeldStates.__init__(self, number_of_states=number_of_states)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states=number_of_states)
 
 
 def _build_cache(config: PretrainedConfig) -> Cache:
@@ -154,6 +158,9 @@ def find_states(probe: PreTrainedModel, dtype: torch.dtype, where: str) -> Carri
     vars(probe.config)["pad_token_id"] = None  # some classes search it in the ids
     ids_ST = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     note, cache = CallNote(), _build_cache(probe.config)
+    if not any(isinstance(layer, PassedKeys) for layer in cache.layers):
+        rule = "none of its layers has attention, in whose cache the sampler counts tokens"
+        raise UserError(Problem(where, rule, remedy))
     try:
         with _plain_kernels():
             _pass(probe, cache, ids_ST, ids_ST, note)
@@ -216,7 +223,9 @@ def _limit_steps(
     """Limits the last outputs of a projection, whose softplus with a bias is the time step."""
     if out_STP.shape[1] > 1:
         return out_STP
-    others_STP, steps_STH = out_STP.split((out_STP.shape[-1] - mixer.num_heads, mixer.num_heads), -1)
+    others_STP, steps_STH = out_STP.split(
+        (out_STP.shape[-1] - mixer.num_heads, mixer.num_heads), -1
+    )
     low_H, high_H = (
         (_before_softplus(x) - mixer.dt_bias.float()).to(steps_STH.dtype) for x in (least, most)
     )

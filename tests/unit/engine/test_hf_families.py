@@ -18,7 +18,6 @@ from pentad.engine.section import LoraConfig, OptimizerConfig
 from pentad.engine.transformers_model import match_layout
 from pentad.models.hf.config import read_hf_config
 from pentad.models.hf.module import LogitRule, build_hf_model, read_logit_rule
-from pentad.models.registry import load_to_sample
 
 SMALL = {
     "vocab_size": 40,
@@ -199,10 +198,8 @@ def test_gradients_are_those_of_transformers(family, tmp_path):
         assert error < 1e-5, f"{name}: {error:.1e}"
 
 
-def test_what_carries_state_is_neither_split_nor_adapted_nor_sampled(tmp_path):
+def test_what_carries_state_is_neither_split_nor_adapted(tmp_path):
     write(tmp_path, "lfm2")
-    with pytest.raises(UserError, match="carry state .* embedded sampler's cache does not hold"):
-        load_to_sample(tmp_path, device="cpu", dtype=torch.float32)
     settings = engine_settings(lora=LoraConfig(rank=2))
     with pytest.raises(UserError, match="actor.lora: layers of lfm2 use some of their matrices"):
         build_engine(tmp_path, settings, backend="fsdp")
