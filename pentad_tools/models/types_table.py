@@ -155,7 +155,7 @@ config and random weights. This page is the output of `pentad verify-model --tab
 - **sampler**: the embedded sampler runs the model file, or the modules of transformers without one.
 - **difference**: the largest of a log-prob, in nats, from transformers' own logits of each sequence
   alone. It covers packed rows under every backend listed, and tokens that the sampler drew with
-  prompts in chunks, cached prefixes and preemptions.
+  prompts in chunks, cached prefixes (unless layers carry state) and preemptions.
 - **rejected because**: what `pentad plan` and the start of a run report. Models that only the
   sampler rejects are sampled by vLLM or SGLang.
 
