@@ -78,6 +78,7 @@ FACTORS = {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multipl
 TYPES: dict[str, dict[str, Any]] = {
     "apertus": HEADS,
     "arcee": HEADS,
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "bloom": {},
     "cohere": {"logit_scale": 0.25},
     "cohere2": HALF,
@@ -115,6 +116,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {**DEEPSEEK, **LATENT, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {
+        **{**EXPERTS, "moe_intermediate_size": 16, "num_dense_layers": 1},
+        "layer_types": ["conv", "full_attention"],
+    },
     "llama": HEADS,
     "llama4_text": {**HEADS, "num_local_experts": 4, "intermediate_size_mlp": 48},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
@@ -127,6 +132,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2},
     "olmo": {},
     "olmo2": {},
+    "olmo_hybrid": {**LINEAR, "linear_num_value_heads": 2},
     "olmo3": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phi": {},
@@ -143,6 +149,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "smollm3": HEADS,
     "stablelm": {},
     "starcoder2": WINDOW,
+    "zamba2": {
+        **{"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 1},
+        "layers_block_type": ["mamba", "hybrid"],
+    },
 }
 """model_type -> keys of its tiny config, in addition to `SIZES`."""
 PAGE = """# Model types

@@ -35,7 +35,7 @@ from pentad.engine.section import LoraConfig
 from pentad.models.hf.attention import CORE, NAME, PROBE, WINDOW, CallNote, NoCoreError
 from pentad.models.hf.config import carries_state, measure
 from pentad.models.hf.factors import factors_beside, linear_layers, words_of
-from pentad.models.hf.states import Carried, advance, find_states, limit_steps
+from pentad.models.hf.states import CarriedStates, advance, find_states, limit_steps
 from pentad.models.language_model import LanguageModel, bent
 from pentad.models.moe import Routes
 from pentad.weights.map import Entry, Rule, WeightMap, sources_of
@@ -60,9 +60,9 @@ def build_hf_model(
             if name in wide:
                 tensor.data = tensor.data.to(torch.float32)
     if not is_alone:
-        carried = Carried(check_packable(probe, where))
+        carried = CarriedStates(check_packable(probe, where))
     else:
-        carried = find_states(probe, dtype, where) if samples else Carried(())
+        carried = find_states(probe, dtype, where) if samples else CarriedStates(())
         if samples:
             limit_steps(causal, where)
     copy_windows(probe, causal)
@@ -107,7 +107,7 @@ class HfModel(LanguageModel):
         self,
         causal: PreTrainedModel,
         where: str,
-        carried: Carried,
+        carried: CarriedStates,
         wide: Set[str],
         *,
         packs_rows: bool,

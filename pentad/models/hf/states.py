@@ -140,7 +140,7 @@ def _pass(
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class CarriedStates:
     """What a sampler holds for a sequence; nothing is known of a model that only trains."""
 
     cache_shapes: tuple[tuple[int, int], ...]
@@ -150,7 +150,7 @@ class Carried:
     """Whether a run of several tokens starts from the states; else only a single token does."""
 
 
-def find_states(probe: PreTrainedModel, dtype: torch.dtype, where: str) -> Carried:
+def find_states(probe: PreTrainedModel, dtype: torch.dtype, where: str) -> CarriedStates:
     """Finds the states by passes of `probe`, a model in bfloat16 without memory; `dtype`: that of
     the model. UserError if the sampler cannot hold them."""
     remedy = "sample with vllm or sglang"
@@ -189,7 +189,7 @@ def find_states(probe: PreTrainedModel, dtype: torch.dtype, where: str) -> Carri
     with _plain_kernels():
         continues = _continues(probe, kinds, ids_ST)
     own = [replace(x, dtype=dtype) if x.dtype == torch.bfloat16 else x for x in kinds]
-    return Carried(tuple(note.calls), tuple(own), continues)
+    return CarriedStates(tuple(note.calls), tuple(own), continues)
 
 
 def _continues(probe: PreTrainedModel, kinds: Sequence[StateKind], ids_ST: Tensor) -> bool:

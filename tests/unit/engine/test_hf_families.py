@@ -102,6 +102,11 @@ FAMILIES = {
 CARRYING = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "falcon_h1": {
+        **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+        **{"mamba_d_ssm": 64, "lm_head_multiplier": 0.3, "key_multiplier": 0.8},
+        "ssm_multipliers": [0.9, 1.2, 0.7, 1.1, 0.8],
+    },
     "granitemoehybrid": EXPERTS
     | {
         **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},

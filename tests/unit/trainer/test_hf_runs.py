@@ -331,14 +331,14 @@ def test_plan_rejects_a_type_with_transformers_reason(task, allocation):
     [
         ("allocation_mode=fsdp:d1", None),
         ("allocation_mode=embedded:d1|fsdp:d1", None),
-        ("strict=true", "strict"),
+        ("allocation_mode=embedded:d1|fsdp:d1 strict=true", "strict = true"),
         ("allocation_mode=fsdp:d1t2", "only d is supported"),
         ("actor.lora.rank=2", "actor.lora: layers of lfm2 use some of their matrices"),
     ],
 )
 def test_plan_rejects_what_layers_with_state_lack(task, given, reason):
     shared = [f"train_dataset.path={task / 'sft.jsonl'}", "gconfig.max_new_tokens=8"]
-    args = [f"actor.path={task / 'lfm2'}", "allocation_mode=fsdp:d1", *shared, given]
+    args = [f"actor.path={task / 'lfm2'}", "allocation_mode=fsdp:d1", *shared, *given.split()]
     said = CliRunner().invoke(app, ["plan", *args])
     assert said.exit_code == (2 if reason else 0), said.output
     assert reason is None or reason in said.output
