@@ -81,6 +81,8 @@ class SamplerPass:
     """Number of sequences decoded together, one token each."""
     given: int | None = None
     """The value of rollout.max_batch_tokens."""
+    state_bytes: int = 0
+    """Bytes of the states of a running sequence that the dimensions do not describe."""
 
     @property
     def token_bytes(self) -> int:
@@ -111,8 +113,20 @@ class SamplerPass:
 
     @property
     def slots_bytes(self) -> int:
-        """Bytes of delta-net states for all running sequences and for padding."""
-        return (self.max_running + 1) * slot_bytes(self.dims, self.itemsize)
+        """Bytes of the states of all running sequences, and of padding."""
+        own = slot_bytes(self.dims, self.itemsize) + self.state_bytes
+        return (self.max_running + 1) * own
+
+    def state_problems(self, free_bytes: float) -> list[Problem]:
+        """Problems of states that do not fit into the free memory of a GPU."""
+        if self.slots_bytes <= free_bytes:
+            return []
+        each = self.slots_bytes / (self.max_running + 1)
+        rule = f"their states take {self.slots_bytes / GIB:.3g} GiB, and {free_bytes / GIB:.3g} "
+        rule += "GiB of the device are free"
+        most = int(free_bytes // each) - 1
+        remedy = f"set it to less than {most}: the cache needs memory too" if most > 1 else ""
+        return [Problem(f"rollout.max_running = {self.max_running}", rule, remedy)]
 
 
 def default_microbatch_tokens(longest: int, device: str, num_stages: int = 1) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentad.core.errors import Problem, RunError, UserError
+from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.faults import hit
 from pentad.core.roles import Installed, NativeWeights
 from pentad.core.sizes import (
@@ -119,10 +119,12 @@ class InferenceEngine:
             raise UserError(Problem("rollout.replay_routes = true", rule, "leave it out"))
         self.max_context = min(settings.max_context or dims.max_position, dims.max_position)
         head, keys = model.head_weight, settings.rollout
-        largest = SamplerPass(dims, head.dtype.itemsize, keys.max_sequences, keys.max_batch_tokens)
+        states = sum(kind.num_bytes for kind in model.state_kinds)
+        given = keys.max_sequences, keys.max_batch_tokens, states
+        largest = SamplerPass(dims, head.dtype.itemsize, *given)
         num_blocks = count_blocks(model, settings, self.max_context, largest)
         # States exist only at the ends of sequences, so prefixes cannot be reused.
-        finds = not dims.linear_layers
+        finds = not (dims.linear_layers or model.state_kinds)
         self.pool = BlockPool(num_blocks, settings.block_size, finds_prefixes=finds)
         self.table = Table(settings.rollout.max_sequences, settings.block_size)
         self.runner = Runner(model, self.table, num_blocks, self.max_context, settings)
@@ -428,6 +430,8 @@ def count_blocks(
 ) -> int:
     """Returns the number of blocks in the pool, including the scratch block."""
     weight, size, keys = model.head_weight, settings.block_size, settings.rollout
+    if weight.is_cuda:
+        raise_problems(largest.state_problems(torch.cuda.mem_get_info(weight.device)[0]))
     bytes_each = size * kv_token_bytes(
         model.cache_dims, weight.dtype.itemsize, keys.kv_cache_dtype, expanded=settings.strict
     )

@@ -27,7 +27,7 @@ from pentad.infer.scheduler import Plan
 from pentad.infer.section import SamplerSettings
 from pentad.infer.sequence import Table
 from pentad.infer.shared import Grouping
-from pentad.infer.states import StateSlots, StepMemory
+from pentad.infer.states import KindSlots, StateSlots, StepMemory
 from pentad.infer.strict import StrictAttend, head_logits, strict_logprobs
 from pentad.models.decoder import Decoder
 from pentad.models.language_model import LanguageModel, bent
@@ -84,8 +84,8 @@ class Runner:
         self.tops: dict[int, TopTokens] = {}
         """Row -> its most likely tokens at the last step, if requested."""
         self.cache: KVCache | None = None
-        self.slots: StateSlots | None = None
-        """The states of delta nets, if the model has any."""
+        self.slots: StateSlots | KindSlots | None = None
+        """The states that layers carry from token to token, if any do."""
         self.decoder: GraphDecoder | None = None
         self.is_fused = self.has_kernels and not settings.strict
         self.grouping: Grouping | None = None
@@ -101,7 +101,7 @@ class Runner:
         if isinstance(model, Decoder):
             self.swap_layers(model)
         else:
-            raise_problems(own_layers_problems(settings, model.dims.family))
+            raise_problems(own_layers_problems(settings, model))
             self.add_factors(model)
         self.refresh()
         self.wake()
@@ -164,10 +164,12 @@ class Runner:
             num_rows = len(self.table.sequences)
             kind: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
             self.slots = StateSlots(self.model.dims, num_rows, self.has_kernels, **kind)
+        if model.state_kinds:
+            self.slots = KindSlots(model.state_kinds, len(self.table.sequences), self.device)
         if self.has_kernels:
             from pentad.infer.graphs import GraphDecoder
 
-            assert isinstance(model, Decoder)
+            assert isinstance(model, Decoder) and not isinstance(self.slots, KindSlots)
             self.decoder = GraphDecoder(
                 model,
                 self.cache,
@@ -281,7 +283,8 @@ class Runner:
         ids_1N, logprobs_1N = launched.read()
         return ids_1N[0], logprobs_1N[0]
 
-    def forward(self, plan: Plan) -> Tensor:
+    def inputs(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns ids, positions and cache places of the planned tokens."""
         table, size = self.table, self.settings.block_size
         counts = plan.counts
         row_T = np.repeat(plan.rows, counts)
@@ -290,21 +293,50 @@ class Runner:
         ids_T = table.tokens[row_T, position_T]
         places_T = table.blocks[row_T, position_T // size].astype(np.int64) * size
         places_T += position_T % size
-        where_T = self.put(places_T)
+        return self.put(ids_T), self.put(position_T), self.put(places_T)
+
+    def forward(self, plan: Plan) -> Tensor:
+        if isinstance(self.slots, KindSlots):
+            return self.forward_alike(plan, self.slots)
+        ids_T, position_T, where_T = self.inputs(plan)
         attend = self.build_attend(plan, where_T)
         if self.slots is not None:
-            memory = StepMemory(self.slots, plan.rows, plan.starts, counts)
+            memory = StepMemory(self.slots, plan.rows, plan.starts, plan.counts)
             attend = RememberingAttend(attend, memory)
         ordered: OrderedAttend | None = None
         if self.model.cache_shapes:
             attend = ordered = OrderedAttend(attend, self.model.cache_shapes, self.dtype)
         routes: Routes | None = {} if self.settings.rollout.replay_routes else None
-        hidden_TD: Tensor = self.model(self.put(ids_T), self.put(position_T), attend, routes)
+        hidden_TD: Tensor = self.model(ids_T, position_T, attend, routes)
         if ordered is not None:
             ordered.check_whole()
         if routes is not None:
             assert self.cache is not None
             self.cache.write_routes(where_T, routes)
+        return hidden_TD
+
+    def forward_alike(self, plan: Plan, slots: KindSlots) -> Tensor:
+        """Computes rows with equal numbers of new tokens in one pass: layers of transformers that
+        carry state take several rows, but no packed ones."""
+        model, shapes = self.model, self.model.cache_shapes
+        hidden_TD = torch.empty(0)
+        for members, part in alike(plan, continues_runs=model.continues_runs):
+            shape = len(members), int(part.counts[0])
+            ids_T, positions_T, where_T = self.inputs(part)
+            attend = OrderedAttend(self.build_attend(part, where_T), shapes, self.dtype)
+            rows_S = self.put(part.rows)
+            states = slots.read(rows_S) if part.starts[0] else None
+            ids_ST, positions_ST = ids_T.view(shape), positions_T.view(shape)
+            hidden_STD, states = model.advance(ids_ST, positions_ST, attend, states)
+            attend.check_whole()
+            slots.write(rows_S, states)
+            if not len(hidden_TD):
+                hidden_TD = hidden_STD.new_empty(int(plan.counts.sum()), hidden_STD.shape[-1])
+            is_own = np.zeros(len(plan.rows), bool)
+            is_own[members] = True
+            own_T = self.put(np.flatnonzero(np.repeat(is_own, plan.counts)))
+            new_STD = hidden_STD[:, -int(plan.counts[members[0]]) :]
+            hidden_TD.index_copy_(0, own_T, new_STD.flatten(0, 1))
         return hidden_TD
 
     def routes_of(self, blocks: list[int], num_tokens: int) -> np.ndarray:
@@ -370,11 +402,30 @@ def reads_prompts(dims: ModelDims) -> bool:
     return is_plain and any(dims.window(layer) is None for layer in dims.cached_layers)
 
 
-def own_layers_problems(settings: SamplerSettings, family: str) -> Iterator[Problem]:
+def own_layers_problems(settings: SamplerSettings, model: LanguageModel) -> Iterator[Problem]:
     """Reports settings that need Pentad's own layers instead of transformers' modules."""
+    family = model.dims.family
     if settings.strict:
         rule = f"needs a model file, and {family} has none"
         yield Problem("strict = true", rule, "leave it out")
+    if settings.lora is not None and model.state_kinds:
+        rule = f"layers of {family} use some of their matrices without calling them"
+        yield Problem("adapter", rule, "merge it into the model's weights")
+
+
+def alike(plan: Plan, *, continues_runs: bool) -> Iterator[tuple[np.ndarray, Plan]]:
+    """Splits a plan into parts whose rows have equal numbers of tokens, and all begin or all
+    continue; with the places of their rows in the plan. If the model does not continue with several
+    tokens, such rows are computed again from their beginning."""
+    starts, counts = plan.starts, plan.counts
+    if not continues_runs:
+        starts = np.where(counts > 1, 0, starts)
+        counts = counts + plan.starts - starts
+    kinds = np.stack([plan.counts, counts, starts > 0])
+    for kind in np.unique(kinds, axis=1).T:
+        members = np.flatnonzero((kinds == kind[:, None]).all(0))
+        none = np.zeros(0, np.int64)
+        yield members, Plan(plan.rows[members], starts[members], counts[members], none, none)
 
 
 def never_asks_the_device(model: LanguageModel, settings: SamplerSettings) -> bool:

@@ -1,6 +1,7 @@
-"""States of delta nets for running sequences: a slot for each row of the table.
+"""States of running sequences, for delta nets and for layers of transformers: a slot for each row
+of the table.
 
-A slot has the last inputs of each layer's convolution and the states of its heads. A sequence at
+A delta net's slot has the last inputs of its convolution and the states of its heads. A sequence at
 position 0 reads nothing from its slot, so slots are never cleared; the next token starts from the
 state after the step. Forward only. Shapes as in `ops.delta`; L layers with a delta net, R rows, w
 tokens of a convolution's window.
@@ -8,11 +9,14 @@ tokens of a convolution's window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from pentad.core.dims import ModelDims
+from pentad.models.language_model import StateKind
 from pentad.ops.delta import ChunkPlan, recall_chunks, recall_token, widened
 
 
@@ -42,6 +46,26 @@ class StateSlots:
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         for held in (self.inputs, self.states):
             held[:, targets] = held[:, sources]
+
+
+class KindSlots:
+    """The memory of all rows for the states of a model of transformers."""
+
+    def __init__(self, kinds: Sequence[StateKind], num_rows: int, device: torch.device) -> None:
+        self.held = [
+            torch.zeros((num_rows, *kind.shape), device=device, dtype=kind.dtype) for kind in kinds
+        ]
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        for held in self.held:
+            held[targets] = held[sources]
+
+    def read(self, rows_S: Tensor) -> list[Tensor]:
+        return [held.index_select(0, rows_S) for held in self.held]
+
+    def write(self, rows_S: Tensor, states: Sequence[Tensor]) -> None:
+        for held, state in zip(self.held, states, strict=True):
+            held.index_copy_(0, rows_S, state.to(held.dtype))
 
 
 class TokenMemory:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pentad.core.dims import ModelDims
+from pentad.core.types import Attend
 from pentad.engine.section import LoraConfig
 from pentad.models.families import lora_map_of, lora_words, map_of, spec_of
 from pentad.models.towers import spelling_of
@@ -23,6 +26,22 @@ from pentad.weights.map import Entry, WeightMap
 
 BIAS_OR_NORM = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names of parameters that transformers' Trainer does not decay."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateKind:
+    """A state that a layer carries from token to token, without the dimension of rows."""
+
+    layer: int
+    name: str
+    number: int
+    """Among the layer's states of this name."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def _is_decayed(entry: Entry) -> bool:
@@ -64,6 +83,10 @@ class LanguageModel(nn.Module):
         their layer; empty if they do."""
         self.packs_rows = True
         """Whether a pass can compute several rows; else each row has a microbatch of its own."""
+        self.state_kinds: tuple[StateKind, ...] = ()
+        """States that `advance` takes and returns; empty if it is not supported."""
+        self.continues_runs = True
+        """Whether `advance` takes states with several tokens of a row; else with one."""
         self.present: Callable[[str, Tensor], Tensor] = as_it_is
         """Converts a parameter to its global form; in a layout, to a DTensor."""
         self.adapter_map: WeightMap | None = None
@@ -135,6 +158,18 @@ class LanguageModel(nn.Module):
         return {
             name for name, entry in self.trained_map.entries.items() if _is_decayed(entry)
         } - self.tables
+
+    def advance(
+        self,
+        ids_ST: Tensor,
+        positions_ST: Tensor,
+        attend: Attend,
+        states: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Computes T further tokens of each of S rows; returns hidden_STD and the states after
+        them. `states`: one tensor of each kind with the rows as first dim, which may be
+        overwritten; None if the rows begin."""
+        raise NotImplementedError
 
     def map_for(self, names: Iterable[str]) -> WeightMap:
         """The weight map for a folder with these tensors, without redundant ones."""

@@ -225,12 +225,7 @@ def meta_unfiled(folder: str | Path, dtype: torch.dtype) -> LanguageModel:
     from pentad.models.hf.config import read_hf_config
     from pentad.models.hf.module import build_hf_model
 
-    built = build_hf_model(read_hf_config(folder), dtype=dtype)
-    if not built.packs_rows:
-        rule = f"layers of {built.dims.family} carry state from token to token, which the embedded "
-        rule += "sampler's cache does not hold"
-        raise UserError(Problem(f"model folder = {folder}", rule, "sample with vllm or sglang"))
-    return built
+    return build_hf_model(read_hf_config(folder), dtype=dtype, samples=True)
 
 
 def load_to_sample(

@@ -69,10 +69,16 @@ GROWING = {
     **{"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5},
 }
 """Makes queries grow from the fifth position on."""
+MULTIPLIERS = {
+    **{"lm_head_multiplier": 0.3, "embedding_multiplier": 2.0, "key_multiplier": 0.8},
+    **{"ssm_multipliers": [0.9, 1.2, 0.7, 1.1, 0.8], "mlp_multipliers": [0.6, 1.4]},
+    **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.7, "attention_out_multiplier": 0.9},
+}
 FACTORS = {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5}
 TYPES: dict[str, dict[str, Any]] = {
     "apertus": HEADS,
     "arcee": HEADS,
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "bloom": {},
     "cohere": {"logit_scale": 0.25},
     "cohere2": HALF,
@@ -84,7 +90,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "exaone4": HALF,
     "falcon": {},
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "falcon_h1": {**MAMBA, **MULTIPLIERS, "mamba_d_ssm": 64},
     "gemma": HEADS,
     "gemma2": WINDOW,
     "gemma3_text": HALF,
@@ -108,8 +114,12 @@ TYPES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": HEADS,
     "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2, "moe_intermediate_size": 48},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {**DEEPSEEK, **LATENT},
+    "kimi_linear": {**DEEPSEEK, **LATENT, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {
+        **{**EXPERTS, "moe_intermediate_size": 16, "num_dense_layers": 1},
+        "layer_types": ["conv", "full_attention"],
+    },
     "llama": HEADS,
     "llama4_text": {**HEADS, "num_local_experts": 4, "intermediate_size_mlp": 48},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
@@ -122,6 +132,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2},
     "olmo": {},
     "olmo2": {},
+    "olmo_hybrid": {**LINEAR, "linear_num_value_heads": 2},
     "olmo3": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phi": {},
@@ -138,6 +149,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "smollm3": HEADS,
     "stablelm": {},
     "starcoder2": WINDOW,
+    "zamba2": {
+        **{"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 1},
+        "layers_block_type": ["mamba", "hybrid"],
+    },
 }
 """model_type -> keys of its tiny config, in addition to `SIZES`."""
 PAGE = """# Model types
@@ -150,7 +165,7 @@ config and random weights. This page is the output of `pentad verify-model --tab
 - **sampler**: the embedded sampler runs the model file, or the modules of transformers without one.
 - **difference**: the largest of a log-prob, in nats, from transformers' own logits of each sequence
   alone. It covers packed rows under every backend listed, and tokens that the sampler drew with
-  prompts in chunks, cached prefixes and preemptions.
+  prompts in chunks, cached prefixes (unless layers carry state) and preemptions.
 - **rejected because**: what `pentad plan` and the start of a run report. Models that only the
   sampler rejects are sampled by vLLM or SGLang.
 
@@ -232,9 +247,9 @@ def _rules_of(error: UserError) -> str:
 
 
 @torch.no_grad()
-def write_tiny(name: str, folder: str | Path) -> nn.Module:
+def write_tiny(name: str, folder: str | Path, **more: Any) -> nn.Module:
     """Creates transformers' model of a type with random weights and saves it to the folder."""
-    config = transformers.AutoConfig.for_model(name, **{**SIZES, **TYPES[name]})
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **TYPES[name], **more})
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **PLAIN)
     source = generator(2)

@@ -48,6 +48,26 @@ class NoCoreError(Exception):
     """The model does not pass keyword arguments to its attention."""
 
 
+class CallNote:
+    """A core without computation that records heads and width of the keys of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:
+        self.calls.append((k_TKd.shape[1], k_TKd.shape[2]))
+        return torch.zeros_like(q_THd)
+
+
 def attend_packed(
     module: nn.Module,
     query: Tensor,
@@ -60,14 +80,17 @@ def attend_packed(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of [1, H, T, d] queries and [1, K, T, d] keys and values; returns [1, T, H, d]."""
+    """Attention of [S, H, T, d] queries and [S, K, T, d] keys and values; returns [S, T, H, d].
+    Several rows have T tokens each, which the core gets one row after the other."""
     core: Attend | None = others.pop(CORE, None)
     if core is None:
         raise NoCoreError(type(module).__name__)
     own = getattr(module, "is_causal", True)  # transformers' default
     _refuse_unknown(module, attention_mask, own if is_causal is None else is_causal, others)
     # Models transpose them from [T, heads, d], so nothing is copied.
-    q_THd, k_TKd, v_TKd = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    q_THd, k_TKd, v_TKd = (
+        x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value)
+    )
     width, value_width = q_THd.shape[-1], v_TKd.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q_THd = q_THd * (scaling * width**0.5)  # cores scale by the width
@@ -78,7 +101,7 @@ def attend_packed(
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     # Cores for packed rows ignore the layer, and reading its number would recompile each block.
     o_THd = core(0, q_THd, k_TKd, v_TKd, **options)
-    return o_THd[None, ..., :value_width], None
+    return o_THd[..., :value_width].unflatten(0, (len(query), -1)), None
 
 
 def _refuse_unknown(

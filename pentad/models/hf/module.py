@@ -32,10 +32,11 @@ from pentad.core.errors import Problem, UserError
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Attend
 from pentad.engine.section import LoraConfig
-from pentad.models.hf.attention import CORE, NAME, PROBE, WINDOW, NoCoreError
+from pentad.models.hf.attention import CORE, NAME, PROBE, WINDOW, CallNote, NoCoreError
 from pentad.models.hf.config import carries_state, measure
 from pentad.models.hf.experts import expert_stacks, plan_of
 from pentad.models.hf.factors import factors_beside, linear_layers, words_of
+from pentad.models.hf.states import CarriedStates, advance, find_states, limit_steps
 from pentad.models.language_model import LanguageModel, bent
 from pentad.models.moe import Routes
 from pentad.weights.map import Entry, Rule, WeightMap, sources_of
@@ -43,23 +44,30 @@ from pentad.weights.regions import DimRun, Region, Shape, whole_region
 
 
 def build_hf_model(
-    config: PretrainedConfig, *, dtype: torch.dtype, value_head: bool = False
+    config: PretrainedConfig, *, dtype: torch.dtype, value_head: bool = False, samples: bool = False
 ) -> HfModel:
     """Builds the model on the meta device. A value head replaces the lm head. A model whose layers
-    carry state computes rows one by one, with transformers' attention."""
+    carry state computes rows one by one, with transformers' attention; `samples`: it computes
+    further tokens of rows from their states, with an attention core."""
     where = f"config.json: model_type = {config.model_type}"
     # In 16 bits: products of experts are written for them, and they show which weights stay wide.
     probe = _build_causal(copy.deepcopy(config), PROBE, torch.bfloat16, where)
     wide = wide_names(probe)
     is_alone = carries_state(config) or probe._is_stateful
     own = "sdpa" if probe._supports_sdpa else "eager"
-    causal = _build_causal(config, own if is_alone else NAME, dtype, where)
+    causal = _build_causal(config, own if is_alone and not samples else NAME, dtype, where)
     for model in (probe, causal):
         for name, tensor in model.state_dict(keep_vars=True).items():
             if name in wide:
                 tensor.data = tensor.data.to(torch.float32)
-    shapes = () if is_alone else check_packable(causal, probe, where)
-    return HfModel(causal, where, shapes, wide, value_head=value_head)
+    if not is_alone:
+        carried = CarriedStates(check_packable(probe, where))
+    else:
+        carried = find_states(probe, dtype, where) if samples else CarriedStates(())
+        if samples:
+            limit_steps(causal, where)
+    copy_windows(probe, causal)
+    return HfModel(causal, where, carried, wide, packs_rows=not is_alone, value_head=value_head)
 
 
 def _build_causal(
@@ -100,17 +108,18 @@ class HfModel(LanguageModel):
         self,
         causal: PreTrainedModel,
         where: str,
-        cache_shapes: tuple[tuple[int, int], ...],
+        carried: CarriedStates,
         wide: Set[str],
         *,
+        packs_rows: bool,
         value_head: bool,
     ) -> None:
         dims = measure(causal.config)
-        if cache_shapes:
-            dims = replace(dims, head_dim=max(width for _, width in cache_shapes))
+        if carried.cache_shapes:
+            dims = replace(dims, head_dim=max(width for _, width in carried.cache_shapes))
         super().__init__(dims)
-        self.cache_shapes = cache_shapes
-        self.packs_rows = bool(cache_shapes)
+        self.cache_shapes, self.packs_rows = carried.cache_shapes, packs_rows
+        self.state_kinds, self.continues_runs = carried.kinds, carried.continues
         self.hf_map = build_hf_map(causal, self.dims, where, wide)
         self.tp_plan: Mapping[str, str] = plan_of(causal)
         self.unshared = (causal,)  # in a tuple, so that its parameters are not registered twice
@@ -191,6 +200,15 @@ class HfModel(LanguageModel):
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD
 
+    def advance(
+        self,
+        ids_ST: Tensor,
+        positions_ST: Tensor,
+        attend: Attend,
+        states: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        return advance(self.causal, self.state_kinds, ids_ST, positions_ST, attend, states)
+
     def map_for(self, names: Iterable[str]) -> WeightMap:
         patterns = self.causal._keys_to_ignore_on_load_unexpected or []
         known = {*self.hf_map.sources, *self.hf_map.tied}
@@ -204,8 +222,9 @@ class HfModel(LanguageModel):
     @torch.no_grad()
     def fill_tables(self) -> None:
         for name, module in self.named_modules():
-            if module._non_persistent_buffers_set:
-                for parameter in module.parameters(recurse=False):
+            is_body = module is self.body  # some classes fill the tables of their layers
+            if module._non_persistent_buffers_set or is_body:
+                for parameter in module.parameters(recurse=is_body):
                     # Weights are set elsewhere.
                     setattr(parameter, "_is_hf_initialized", True)  # noqa: B010
                 self._owner(name)._init_weights(module)
@@ -252,30 +271,15 @@ def _block_names(causal: PreTrainedModel) -> list[str]:
     return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
 
 
-class _Note:
-    """A core without computation that records heads and width of the keys of each call."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, int]] = []
-
-    def __call__(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, **how: object
-    ) -> Tensor:
-        self.calls.append((k_TKd.shape[1], k_TKd.shape[2]))
-        return torch.zeros_like(q_THd)
-
-
-def check_packable(
-    causal: PreTrainedModel, probe: PreTrainedModel, where: str
-) -> tuple[tuple[int, int], ...]:
+def check_packable(probe: PreTrainedModel, where: str) -> tuple[tuple[int, int], ...]:
     """Checks, by a pass of `probe` without memory, that tokens interact only in the attention
-    core, and sets the window of each attention. Returns heads and width of each call's keys."""
+    core, and finds the window of each attention. Returns heads and width of each call's keys."""
     rules = []
-    convolutions = [m for m in causal.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    convolutions = [m for m in probe.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     if convolutions:
         rule = "its layers convolve from token to token, so rows cannot be packed"
         raise UserError(Problem(where, rule, "use a plain attention decoder"))
-    note = _Note()
+    note = CallNote()
     vars(probe.config)["pad_token_id"] = None  # some classes search it in the ids
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     # A padding mask without padding: without it positions are read, which have no memory.
@@ -291,7 +295,7 @@ def check_packable(
     except Exception as error:
         rules.append(f"its forward pass cannot be run on packed rows ({error})")
     else:
-        num_layers = int(causal.config.num_hidden_layers)
+        num_layers = int(probe.config.num_hidden_layers)
         if not note.calls or len(note.calls) % num_layers:
             rules.append(
                 f"its {num_layers} layers call the attention interface of transformers "
@@ -300,10 +304,14 @@ def check_packable(
     if rules:
         remedy = "rows cannot be packed; use a plain attention decoder"
         raise UserError([Problem(where, rule, remedy) for rule in rules])
+    return tuple(note.calls)
+
+
+def copy_windows(probe: PreTrainedModel, causal: PreTrainedModel) -> None:
+    """Gives the attention modules of `causal` the windows that a pass of `probe` found."""
     for name, module in probe.named_modules():
         if vars(module).get(WINDOW) is not None:
             setattr(causal.get_submodule(name), WINDOW, vars(module)[WINDOW])
-    return tuple(note.calls)
 
 
 TOLERANCE = 1e-6
@@ -332,11 +340,17 @@ class _Output(MoeModelOutputWithPast):
 
 
 class _Body(nn.Module):
-    """Replaces the body: returns precomputed hidden states."""
+    """Replaces the body: returns precomputed hidden states. Factors of logits that are attributes
+    of the body are those of the real one."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, real: nn.Module) -> None:
         super().__init__()
         self.hidden = hidden
+        self.factors = {name: x for name, x in vars(real).items() if isinstance(x, int | float)}
+
+    def __getattr__(self, name: str) -> Any:
+        factors = vars(self).get("factors", {})
+        return factors[name] if name in factors else super().__getattr__(name)
 
     def forward(self, *args: object, **kwargs: object) -> MoeModelOutputWithPast:
         return _Output(last_hidden_state=self.hidden)
@@ -357,7 +371,8 @@ def read_logit_rule(causal: PreTrainedModel, where: str) -> LogitRule:
         raise UserError(Problem(where, rule))
     given = torch.tensor([*range(-60, 61), NEAR, FAR], dtype=torch.float64, device="cpu")
     try:
-        with _stand_ins(causal, _Body(given.view(1, 1, -1)), _Head()), torch.no_grad():
+        body = _Body(given.view(1, 1, -1), causal.base_model)
+        with _stand_ins(causal, body, _Head()), torch.no_grad():
             ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
             logits = causal(input_ids=ids, use_cache=False).logits.double().flatten()
     except Exception as error:  # layers between body and head raise anything

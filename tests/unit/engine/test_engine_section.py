@@ -102,6 +102,19 @@ def test_a_forward_pass_of_the_sampler_takes_what_its_activations_may(
     assert wanted_bytes - each < largest.tokens(free_bytes) * each <= wanted_bytes
 
 
+def test_states_of_running_sequences_take_memory_from_the_cache():
+    dims = dims_of(known_config("Qwen3-0.6B"))
+    plain, held = SamplerPass(dims, 2, 256), SamplerPass(dims, 2, 256, state_bytes=GIB // 8)
+    assert held.slots_bytes == 257 * GIB // 8 and plain.slots_bytes == 0
+    assert held.cache_bytes(100 * GIB) == (100 * GIB - held.slots_bytes) // 2
+    assert not held.state_problems(100 * GIB)
+    (problem,) = held.state_problems(10 * GIB)
+    assert str(problem) == (
+        "rollout.max_running = 256: their states take 32.1 GiB, and 10 GiB of the device are free; "
+        "set it to less than 79: the cache needs memory too."
+    )
+
+
 def test_a_forward_pass_of_the_sampler_has_bounds():
     dims = dims_of(known_config("Qwen3-0.6B"))
     assert SamplerPass(dims, 2, 256).tokens(100 * GIB) == 32768
