@@ -1,7 +1,5 @@
 """Whole runs of ReMax: greedy answers reach the learner by every path, and are never trained."""
 
-import json
-
 import pytest
 from run_lab import Lab, steps_of, values_of
 from test_one_sided_runs import Sides
@@ -171,9 +169,3 @@ def test_plan_counts_the_greedy_answers(lab):
     found = CliRunner().invoke(app, ["plan", *words])
     assert found.exit_code == 0, found.output
     assert "remax also samples 4 greedy answers, not trained" in found.output
-
-
-def test_the_sample_lines_have_no_greedy_answer(lab):
-    run = lab.train(*REMAX, "gconfig.n_samples=1", "telemetry.samples_per_step=100")
-    lines = [json.loads(line) for line in (run.records / "samples.jsonl").read_text().splitlines()]
-    assert len(lines) == 12
