@@ -96,6 +96,6 @@ def make_groups(rng, sizes, *, max_length=8, columns=()):
             )
             for _ in range(size)
         ]
-        greedy = Greedy(float(rng.choice(REWARDS)), max_length // 2)
+        greedy = Greedy(REWARDS[gid % len(REWARDS)], max_length // 2)
         groups.append(Group(Prompt(gid, (1, 2), {}), samples, greedy=greedy))
     return groups
