@@ -352,6 +352,9 @@ class Page:
         if batch.answer_tokens:
             text = f"{batch.prompts} prompts x {each} samples = {text} + {batch.answer_tokens}"
         self.section("Batch", f"{text} tokens: {batch.tokens:,} tokens")
+        if self.plan.config.samples_greedily:
+            greedy = counted(batch.prompts, "greedy answer", "greedy answers")
+            self.say(f"{self.plan.config.algorithm.name} also samples {greedy}, not trained")
         for trainer in self.plan.trainers:
             training = trainer.training
             if training.with_optimizer:

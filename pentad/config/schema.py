@@ -352,6 +352,16 @@ class Config(Section):
         return math.ceil(size * self.rollout.oversample) if self.oversamples else size
 
     @property
+    def samples_greedily(self) -> bool:
+        """Whether each group also needs the reward of a greedy answer."""
+        return self.algorithm.facts.needs_greedy and self.compute_advantages_and_returns
+
+    @property
+    def answers_per_group(self) -> int:
+        """Number of answers to a prompt that are sampled, trained or not."""
+        return self.gconfig.n_samples + self.samples_greedily
+
+    @property
     def num_running(self) -> int:
         """Sequences that one sampler decodes together: those it receives at once, within bounds.
 
@@ -364,7 +374,7 @@ class Config(Section):
         groups = self.rollout.max_concurrent_groups
         groups = groups or self.groups_started * (self.max_staleness + 1)
         replicas = rollout.size("d") if rollout else 1
-        wanted = max(FEWEST_RUNNING, min(1024, -(-groups * self.gconfig.n_samples // replicas)))
+        wanted = max(FEWEST_RUNNING, min(1024, -(-groups * self.answers_per_group // replicas)))
         return min(wanted, self.rollout.max_batch_tokens or wanted)
 
     @property

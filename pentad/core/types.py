@@ -156,6 +156,15 @@ class Sample:
         return int(np.count_nonzero(self.mask))
 
 
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """The greedy answer to a group's prompt, which is scored and not trained."""
+
+    reward: float
+    num_sampled: int
+    """Number of its sampled tokens."""
+
+
 @dataclass(slots=True)
 class Group:
     """One prompt and its samples: the unit of planning, transfer, failure and recovery."""
@@ -163,6 +172,8 @@ class Group:
     prompt: Prompt
     samples: list[Sample]
     attempt: int = 0
+    greedy: Greedy | None = None
+    """None unless the algorithm compares samples with it."""
 
     @property
     def gid(self) -> int:

@@ -13,13 +13,14 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from pentad.core.errors import RunError
-from pentad.core.types import Group, Prompt, Sample
+from pentad.core.types import Greedy, Group, Prompt, Sample
 
 MAGIC = b"pentad groups 1\n"
 SIZES = struct.Struct("<16sQQ")
@@ -64,7 +65,8 @@ def pack_groups(groups: Sequence[Group]) -> list[Buffer]:
                 own[name] = alike[0], len(array)
                 alike[1].append(array)
             samples.append(dict(zip(PLAIN, _plain_of(sample), strict=True)) | {"arrays": own})
-        meta.append({"gid": group.gid, "attempt": group.attempt, "samples": samples})
+        greedy = {} if group.greedy is None else {"greedy": asdict(group.greedy)}
+        meta.append({"gid": group.gid, "attempt": group.attempt, "samples": samples} | greedy)
     joined = {key: np.concatenate(arrays) for key, arrays in parts.items()}
     return pack_arrays(meta, joined)
 
@@ -91,7 +93,8 @@ def unpack_groups(data: Any, prompt_of: Callable[[int], Prompt]) -> Iterator[Gro
                 TEXT: own.pop(TEXT).tobytes().decode("utf-8", "surrogatepass"),
             }
             samples.append(Sample(**own, **plain, columns=columns))  # type: ignore[arg-type]
-        yield Group(prompt_of(group["gid"]), samples, group["attempt"])
+        greedy = Greedy(**group["greedy"]) if "greedy" in group else None
+        yield Group(prompt_of(group["gid"]), samples, group["attempt"], greedy)
 
 
 def pack_column(arrays: Sequence[np.ndarray]) -> list[Buffer]:

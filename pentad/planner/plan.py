@@ -317,7 +317,7 @@ def plan_sampler(
     config, component, allocation = part.config, part.component, placed.allocation
     assert part.dims is not None, "unknown models are refused before"
     given, running = config.rollout.kv_cache_gb, config.num_running
-    replicas, group = component.size("d"), config.gconfig.n_samples
+    replicas, group = component.size("d"), config.answers_per_group
     sampling = Sampling(
         dims=part.dims,
         tp=component.size("t"),

@@ -144,6 +144,17 @@ def batch_mean_baseline(rollouts: Rollouts) -> Advantages:
     return reinforce(rollouts, torch.where(one_group.has_signal_S, one_group.mean_S, total_S))
 
 
+def greedy_baseline(rollouts: Rollouts) -> Advantages:
+    """ReMax: A_t = r + sum_(k >= t) token rewards - r_greedy.  https://arxiv.org/abs/2310.10505
+
+    As in verl, the baseline has no token rewards. It does not depend on the sample, so the gradient
+    is unbiased, with one sample per prompt too.
+    """
+    assert rollouts.baselines_S is not None, "ReMax needs the rewards of greedy answers"
+    returns_T = _discounted_returns(rollouts, 1.0)
+    return Advantages(returns_T - rollouts.spread(rollouts.baselines_S), returns_T)
+
+
 def reinforce_plus_plus(rollouts: Rollouts, *, gamma: float) -> Advantages:
     """REINFORCE++: G_t = sum_k gamma^k r_(t+k), whitened over all sampled tokens of the batch.
 

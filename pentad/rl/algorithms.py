@@ -29,6 +29,7 @@ FUNCTIONS: dict[str, tuple[AdvantageFunction, losses.Surrogate]] = {
     "dapo": (_group_relative, losses.clipped),
     "rloo": (lambda rollouts, s: adv.leave_one_out(rollouts), losses.clipped),
     "reinforce": (lambda rollouts, s: adv.batch_mean_baseline(rollouts), losses.unclipped),
+    "remax": (lambda rollouts, s: adv.greedy_baseline(rollouts), losses.unclipped),
     "reinforce_plus_plus": (
         lambda rollouts, s: adv.reinforce_plus_plus(rollouts, gamma=s.gamma),
         losses.clipped,
@@ -60,8 +61,8 @@ FUNCTIONS: dict[str, tuple[AdvantageFunction, losses.Surrogate]] = {
 
 def build_policy_loss(settings: AlgorithmConfig, *, num_updates: int = 1) -> Loss:
     """Builds the loss of the policy. `num_updates`: optimizer steps per batch; with several, rows
-    need `actor_logprobs`, computed before the first, unless the ratio is taken against the sampler
-    or there is no ratio."""
+    need `actor_logprobs`, computed before the first, unless the ratio is taken against the sampler,
+    they are interpolated, or there is no ratio."""
     kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
     return losses.PolicyLoss(
         FUNCTIONS[settings.name][1],
@@ -74,6 +75,7 @@ def build_policy_loss(settings: AlgorithmConfig, *, num_updates: int = 1) -> Los
         rejection=settings.rejection_settings,
         cov_kl_coef=settings.cov_kl_coef if "cov_kl_coef" in settings.facts.own else 0.0,
         needs_old_logprobs=settings.needs_old_logprobs(num_updates),
+        proximal=settings.prox_logp_method if settings.has_proximal(num_updates) else "recompute",
         has_ratio=settings.facts.ratio_level != "none",
     )
 
@@ -90,16 +92,17 @@ def make_rows(
     *,
     max_new_tokens: int,
     compute_advantages: bool = True,
+    version: int = 0,
 ) -> Sequence[Row]:
     """Makes learner rows of scored groups, one per sample, in order.
 
     With advantage scope "group" the groups may be any part of a batch; with "batch" they must be
     all of it. `max_new_tokens`: the maximum of sampled tokens per sample, over all its turns, used
-    by the overlong penalty and the constant norm.
+    by the overlong penalty and the constant norm. `version`: that of the weights that train them.
 
     Columns: weights, advantages, rollout_logprobs; with a critic values and returns; and those of
     actor_logprobs, ref_logprobs, teacher_logprobs that the samples have. Without
     `compute_advantages` the samples must already have advantages (and returns).
     """
     compute = FUNCTIONS[settings.name][0] if compute_advantages else None
-    return build_rows(groups, settings, compute, max_new_tokens=max_new_tokens)
+    return build_rows(groups, settings, compute, max_new_tokens=max_new_tokens, version=version)

@@ -13,6 +13,8 @@ AdvantageScope = Literal["group", "batch"]
 RatioLevel = Literal["token", "sequence", "none"]
 CorrectionKind = Literal["none", "tis", "mis", "sampler_ratio"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
+ProximalMethod = Literal["recompute", "loglinear", "metrics"]
+BEFORE_THE_BATCH = "it selects tokens by log-probs that are recomputed before the batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class AlgorithmFacts:
     """Input of the advantage function: the sample's own group, or all groups of the step."""
     needs_critic: bool = False
     needs_teacher: bool = False
+    needs_greedy: bool = False
+    """Whether each group needs the reward of a greedy answer to its prompt."""
     needs_old: bool = False
     """Whether the trainer's log-probs at the start of a batch are always needed, even with one
     update."""
@@ -87,6 +91,14 @@ FACTS: dict[str, AlgorithmFacts] = {
         scope="batch",
         ratio_level="none",
         defaults={"loss_norm": "constant"},
+    ),
+    "remax": AlgorithmFacts(
+        text="REINFORCE with the reward of the greedy answer to the same prompt as baseline.",
+        paper="https://arxiv.org/abs/2310.10505",
+        scope="group",
+        needs_greedy=True,
+        ratio_level="none",
+        defaults={"loss_norm": "constant", "kl_in": "reward", "kl_estimator": "k1"},
     ),
     "reinforce_plus_plus": AlgorithmFacts(
         text="Per-token returns whitened over the whole batch; no critic, no groups needed.",
@@ -177,10 +189,13 @@ FACTS: dict[str, AlgorithmFacts] = {
         defaults={"loss_norm": "token", "correction": "sampler_ratio"},
         off_policy=("sampler_ratio", None),
         own=("m2_threshold",),
-        unread=dict.fromkeys(
-            ("eps_clip", "eps_clip_higher", "decoupled"),
-            "m2_threshold takes the place of its clip",
-        ),
+        unread={
+            **dict.fromkeys(
+                ("eps_clip", "eps_clip_higher", "decoupled"),
+                "m2_threshold takes the place of its clip",
+            ),
+            "prox_logp_method": BEFORE_THE_BATCH,
+        },
     ),
     "opo": AlgorithmFacts(
         text="The baseline of least variance: the group's rewards weighted by length; no std.",
@@ -219,6 +234,7 @@ FACTS: dict[str, AlgorithmFacts] = {
         min_group_size=2,
         defaults={"loss_norm": "token", "cov_share": 2e-4},
         own=("cov_share", "cov_low", "cov_high"),
+        unread={"prox_logp_method": BEFORE_THE_BATCH},
     ),
     "kl_cov": AlgorithmFacts(
         text="GRPO with a penalty on moving the tokens of the highest covariance; for several "
@@ -228,9 +244,11 @@ FACTS: dict[str, AlgorithmFacts] = {
         min_group_size=2,
         defaults={"loss_norm": "token", "cov_share": 2e-3},
         own=("cov_share", "cov_kl_coef"),
-        unread=dict.fromkeys(
-            ("eps_clip", "eps_clip_higher"), "its penalty takes the place of a clip"
-        ),
+        unread={
+            "eps_clip": "its penalty takes the place of a clip",
+            "eps_clip_higher": "its penalty takes the place of a clip",
+            "prox_logp_method": BEFORE_THE_BATCH,
+        },
     ),
     "distill": AlgorithmFacts(
         text="On-policy distillation: a teacher's log-probs judge every sampled token.",
@@ -256,7 +274,7 @@ def unused_settings(facts: AlgorithmFacts) -> dict[str, str]:
     reasons = {
         "its loss has no ratio": (
             facts.ratio_level == "none",
-            ("eps_clip", "eps_clip_higher", "c_clip", "decoupled"),
+            ("eps_clip", "eps_clip_higher", "c_clip", "decoupled", "prox_logp_method"),
         ),
         "it has no critic": (not facts.needs_critic, ("lam", "value_coef", "eps_clip_value")),
         "it does not discount": (not facts.uses_gamma, ("gamma",)),

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pentad.core.errors import RunError
 from pentad.core.types import Segments, TokenOutputs
+from pentad.rl.facts import ProximalMethod
 from pentad.rl.kl import (
     clamp_log_ratio,
     correction_weights,
@@ -180,10 +181,14 @@ class PolicyLoss:
         cov_kl_coef: float = 0.0,
         needs_old_logprobs: bool = False,
         has_ratio: bool = True,
+        proximal: ProximalMethod = "recompute",
     ) -> None:
-        """`has_ratio`: whether the surrogate uses the ratio of the policy to the old one."""
+        """`has_ratio`: whether the surrogate uses the ratio of the policy to the old one.
+        `proximal`: with loglinear, the old log-probs are interpolated; with metrics, their distance
+        from interpolated ones is reported."""
         self.surrogate = surrogate
         self.has_ratio = has_ratio
+        self.proximal: ProximalMethod = proximal
         self.clip = clip
         self.correction = correction
         self.kl_coef = kl_coef
@@ -199,7 +204,9 @@ class PolicyLoss:
             "actor_logprobs": needs_old_logprobs,
             "rollout_logprobs": correction.kind != "none"
             or rejection is not None
-            or self.kl_weighted,
+            or self.kl_weighted
+            or proximal != "recompute",
+            "proximal_share": proximal != "recompute",
             "ref_logprobs": kl_coef != 0,
             "penalised": cov_kl_coef != 0,
         }
@@ -223,6 +230,9 @@ class PolicyLoss:
             policy_T = policy_T * factor_T
             stats["corrected_tokens"] = outside_T.sum()
             stats["correction_weight"] = _masked(factor_T, mask_T).sum()
+        if self.proximal == "metrics":
+            error_T = self._interpolated(columns, logprobs_T) - columns["actor_logprobs"]
+            stats["proximal_error"] = _masked(error_T.abs(), mask_T).sum()
         if self.rejection is not None:
             kept_T, rejected_T = self._kept(columns, logprobs_T, mask_T, outputs.segments)
             policy_T = policy_T * kept_T
@@ -254,7 +264,7 @@ class PolicyLoss:
         """Per token 0 if rejected, else 1, and a mask of rejected tokens. Compares the sampler with
         the policy at the start of the batch, or the present one if these are equal."""
         assert self.rejection is not None
-        proximal_T = columns.get("actor_logprobs", logprobs_T).detach()
+        proximal_T = self._proximal(columns, logprobs_T)
         drawn_T = columns["rollout_logprobs"]
         _, outside_T = correction_weights(proximal_T, drawn_T, mask_T, segments, self.rejection)
         return (~outside_T).to(logprobs_T.dtype), outside_T
@@ -266,7 +276,18 @@ class PolicyLoss:
             return logprobs_T.detach()
         if self.correction.kind == "sampler_ratio":
             return columns["rollout_logprobs"].detach()
+        return self._proximal(columns, logprobs_T)
+
+    def _proximal(self, columns: Mapping[str, Tensor], logprobs_T: Tensor) -> Tensor:
+        """Returns the log-probs of the policy at the start of the batch; without old log-probs it
+        is the present one."""
+        if self.proximal == "loglinear":
+            return self._interpolated(columns, logprobs_T)
         return columns.get("actor_logprobs", logprobs_T).detach()
+
+    def _interpolated(self, columns: Mapping[str, Tensor], logprobs_T: Tensor) -> Tensor:
+        drawn_T = columns["rollout_logprobs"]
+        return drawn_T + columns["proximal_share"] * (logprobs_T.detach() - drawn_T)
 
 
 class ValueLoss:

@@ -44,12 +44,14 @@ def sample_metrics(groups: Sequence[Group]) -> Metrics:
     lengths = np.array([s.num_sampled for s in samples], dtype=np.float64)
     is_cut = np.array([s.finish == "length" for s in samples], dtype=np.float64)
     scored = [group for group in groups if all(s.reward is not None for s in group.samples)]
+    greedy = np.array([g.greedy.reward for g in groups if g.greedy is not None], dtype=np.float64)
     without = [not has_signal([s.reward or 0.0 for s in group.samples]) for group in scored]
     return {
         "reward_mean": _mean(rewards),
         "reward_std": _std(rewards),
         "reward_min": _finite(rewards.min()) if rewards.size else None,
         "reward_max": _finite(rewards.max()) if rewards.size else None,
+        "reward_greedy": _mean(greedy),
         "groups_without_variance": _mean(np.array(without, dtype=np.float64)),
         "length_mean": _mean(lengths),
         "length_min": _finite(lengths.min()) if lengths.size else None,
@@ -98,13 +100,14 @@ def token_metrics(
 
 
 def loss_metrics(stats: Mapping[str, float], settings: AlgorithmConfig) -> Metrics:
-    """Returns the shares of trained tokens that were clipped, corrected or rejected."""
+    """Returns sums of the loss over the number of trained tokens."""
     num_tokens = stats.get("tokens", 0.0)
     names = {
         "clip_fraction": "clipped_tokens",
         "corrected_share": "corrected_tokens",
         "correction_weight_mean": "correction_weight",
         "rejected_share": "rejected_tokens",
+        "prox_logp_error": "proximal_error",
     }
     shares = {
         name: _finite(stats[source] / num_tokens) if num_tokens and source in stats else None

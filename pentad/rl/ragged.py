@@ -35,6 +35,8 @@ class Rollouts:
     """bool: sampled by the policy."""
     samples_T: Tensor
     """int64, index into S; samples are concatenated, so it never decreases."""
+    baselines_S: Tensor | None = None
+    """Reward of the greedy answer to each sample's prompt, after shaping."""
     token_rewards_T: Tensor | None = None
     """Rewards of single tokens, such as a KL penalty; used only where the mask is True."""
     values_T: Tensor | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pentad.core.errors import RunError
 from pentad.core.flat_rows import FlatRows
-from pentad.core.types import Group, Row, Sample
+from pentad.core.types import Greedy, Group, Row, Sample
 from pentad.rl.advantages import Advantages
 from pentad.rl.ragged import Rollouts
 from pentad.rl.section import AlgorithmConfig
@@ -25,6 +25,7 @@ from pentad.rl.shaping import (
     kl_rewards,
     normalise,
     overlong_penalties,
+    proximal_shares,
     scale_rewards,
     teacher_rewards,
     token_covariances,
@@ -43,10 +44,17 @@ def build_rows(
     compute: Callable[[Rollouts, AlgorithmConfig], Advantages] | None,
     *,
     max_new_tokens: int,
+    version: int = 0,
 ) -> Sequence[Row]:
-    """Builds one row per sample; without `compute` uses the samples' own advantages."""
+    """Builds one row per sample; without `compute` uses the samples' own advantages. `version`:
+    that of the weights that train them."""
     needed = needed_columns(settings, has_advantages=compute is None)
     check_groups(groups, needed, has_reward=not settings.facts.needs_teacher)
+    needs_greedy = settings.facts.needs_greedy and compute is not None
+    for group in groups if needs_greedy else ():
+        if group.greedy is None or not math.isfinite(group.greedy.reward):
+            has = "no greedy answer" if group.greedy is None else f"{group.greedy}"
+            raise RunError(f"group {group.gid} has {has}, whose reward {settings.name} needs")
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return []
@@ -67,6 +75,9 @@ def build_rows(
         columns["advantages"] = computed.advantages_T
         if settings.facts.needs_critic:
             columns["returns"] = computed.returns_T
+    if settings.prox_logp_method != "recompute":
+        versions_T = torch.from_numpy(np.concatenate([sample.versions for sample in samples]))
+        columns["proximal_share"] = proximal_shares(versions_T, version)
     if "cov_share" in settings.facts.own:
         _select(columns, samples, settings, seed=groups[0].gid)
     gids = [group.gid for group in groups for _ in group.samples]
@@ -80,9 +91,15 @@ def flatten(groups: Sequence[Group], settings: AlgorithmConfig, *, max_new_token
     mask_T = torch.from_numpy(np.concatenate([sample.mask for sample in samples])).bool()
     samples_T = torch.arange(len(samples)).repeat_interleave(lengths)
     group_sizes = torch.tensor([len(group.samples) for group in groups])
+    groups_S = torch.arange(len(groups)).repeat_interleave(group_sizes)
+    greedy = [group.greedy for group in groups if group.greedy is not None]
+    baselines_S = None
+    if len(greedy) == len(groups):
+        baselines_S = _shaped_rewards(greedy, settings, max_new_tokens)[groups_S]
     return Rollouts(
         rewards_S=_shaped_rewards(samples, settings, max_new_tokens),
-        groups_S=torch.arange(len(groups)).repeat_interleave(group_sizes),
+        groups_S=groups_S,
+        baselines_S=baselines_S,
         mask_T=mask_T,
         samples_T=samples_T,
         token_rewards_T=_token_rewards(samples, mask_T, settings),
@@ -91,7 +108,7 @@ def flatten(groups: Sequence[Group], settings: AlgorithmConfig, *, max_new_token
 
 
 def _shaped_rewards(
-    samples: Sequence[Sample], settings: AlgorithmConfig, max_new_tokens: int
+    samples: Sequence[Sample | Greedy], settings: AlgorithmConfig, max_new_tokens: int
 ) -> Tensor:
     if settings.facts.needs_teacher:
         return torch.zeros(len(samples), dtype=torch.float64)
@@ -108,7 +125,7 @@ def _shaped_rewards(
     return rewards_S
 
 
-def _check_size(rewards_S: Tensor, samples: Sequence[Sample], max_reward: float) -> None:
+def _check_size(rewards_S: Tensor, samples: Sequence[Sample | Greedy], max_reward: float) -> None:
     """Raises for rewards beyond the bound: their deviations overflow, or make all other rewards
     negligible."""
     worst = int(rewards_S.abs().argmax())

@@ -26,7 +26,14 @@ from pentad.core.section import (
     Section,
     Share,
 )
-from pentad.rl.facts import FACTS, AlgorithmFacts, AlgorithmName, CorrectionKind, CorrectionLevel
+from pentad.rl.facts import (
+    FACTS,
+    AlgorithmFacts,
+    AlgorithmName,
+    CorrectionKind,
+    CorrectionLevel,
+    ProximalMethod,
+)
 
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
@@ -132,6 +139,11 @@ class AlgorithmConfig(Section):
     """Largest divergence that binary_kl keeps."""
     decoupled: OrDefault[bool] = False
     """Decoupled PPO: clips the ratio to the recomputed policy, corrects for the sampling policy."""
+    prox_logp_method: OrDefault[ProximalMethod] = "recompute"
+    """Log-probs of the old policy, for `decoupled` or several updates per batch. loglinear saves
+    the forward pass that recomputes them: it interpolates between those of the sampler and of the
+    current policy, by the age of the token. metrics recomputes them and reports the error of the
+    interpolation."""
     dynamic_filter: OrDefault[bool] = False
     """Replaces groups with all-equal rewards, which have no learning signal, by further prompts."""
     overlong_buffer: Count | None = None
@@ -205,6 +217,11 @@ class AlgorithmConfig(Section):
         """Whether `actor_logprobs` are needed for this number of optimizer steps per batch."""
         if self.facts.needs_old:
             return True
+        return self.has_proximal(num_updates) and self.prox_logp_method != "loglinear"
+
+    def has_proximal(self, num_updates: int) -> bool:
+        """Whether the ratio is relative to the policy at the start of the batch, and this policy
+        differs from the current one, or is treated separately."""
         if self.facts.ratio_level == "none" or self.correction == "sampler_ratio":
             return False
         return self.decoupled or num_updates > 1

@@ -92,6 +92,18 @@ def within_second_moment(log_ratio_T: Tensor, mask_T: Tensor, threshold: float) 
     return trained_T
 
 
+def proximal_shares(versions_T: Tensor, version: int) -> Tensor:
+    """Returns the share of the current policy in the interpolated one: (v - 1 - u) / (v - u) for a
+    token of version u, with v = `version`; 0 if u >= v, and for tokens that were not sampled.
+
+    https://arxiv.org/abs/2512.06547, as in AReaL: the interpolated policy is one version older than
+    the current one. Tokens of the two newest versions get the sampler's log-probs.
+    """
+    ages_T = (version - versions_T).double()
+    shares_T = ((ages_T - 1) / ages_T.clamp(min=1)).clamp(min=0)
+    return torch.where(versions_T >= 0, shares_T, torch.zeros_like(shares_T))
+
+
 def token_covariances(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     """Each token's part of the covariance of log-probs and advantages over the batch, else 0.
 

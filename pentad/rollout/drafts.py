@@ -20,24 +20,31 @@ class Draft:
 
     answers: Sequence[Generation] = ()
     """One for each sample, or empty; incomplete ones have finish "abort"."""
-    is_sampling: bool = False
-    """Whether a request is in progress; else it is not sent yet, or its samples are scored."""
+    num_sampling: int = 0
+    """Number of requests in progress."""
     num_ended: int = 0
     """Number of answered requests."""
     is_cut: bool = False
     """Whether its task was cancelled so that another step continues it; then tokens returned by
     samplers are kept."""
+    carries: bool = False
+    """Whether a later step may continue the group; then complete answers are kept, too."""
     changed: Callable[[], None] = nothing
     """Called when a request is sent or answered."""
 
     def note_sent(self) -> None:
-        self.is_sampling, self.is_cut = True, False
+        self.num_sampling, self.is_cut = self.num_sampling + 1, False
         self.changed()
 
     def note_answered(self) -> None:
-        self.is_sampling = False
+        self.num_sampling -= 1
         self.num_ended += 1
         self.changed()
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a request is in progress; else none is sent yet, or its samples are scored."""
+        return self.num_sampling > 0
 
     @property
     def missing(self) -> list[int]:

@@ -13,14 +13,16 @@ import logging
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import mean
 from typing import cast
 
 from pentad.core.errors import DataFailure, InfraFailure, Problem, RunError, UserError, first_cause
 from pentad.core.roles import Scorer
 from pentad.core.specs import load, why_not_loaded
 from pentad.core.tasks import end
-from pentad.core.types import Group, Prompt, Sample
+from pentad.core.types import Greedy, Group, Prompt, Sample
 from pentad.data.section import VERIFIERS
+from pentad.rewards.functions import together
 from pentad.rewards.scorer import FAILED, reward_of_failed
 from pentad.rollout.checks import check_samples
 from pentad.rollout.drafts import Draft
@@ -60,16 +62,19 @@ class Executor:
         *,
         vocab_size: int,
         needs_reward: bool = True,
+        needs_greedy: bool = False,
         max_infra_retries: int = 3,
     ) -> None:
-        """`needs_reward`: a sample without a reward is an error. `max_infra_retries`: on other
-        replicas, for each set of seeds."""
+        """`needs_reward`: a sample without a reward is an error. `needs_greedy`: each group also
+        has the reward of a greedy answer. `max_infra_retries`: on other replicas, for each set of
+        seeds."""
         self.fleet = fleet
         self.workflow = workflow
         self.reward = reward
         self.keys = rollout
         self.vocab_size = vocab_size
         self.needs_reward = needs_reward
+        self.needs_greedy = needs_greedy
         self.max_infra_retries = max_infra_retries
         self.context = replace(
             context,
@@ -90,9 +95,15 @@ class Executor:
         while True:
             context = replace(self.context, attempt=retries.key(attempt), retries=retries)
             try:
-                async with self.fleet.pick(prompt, context.num_samples) as replica:
-                    samples = await self._on(prompt, context, draft, replica)
-                return await self._scored(Group(prompt, samples, attempt))
+                num = context.num_samples + self.needs_greedy
+                async with self.fleet.pick(prompt, num) as replica:
+                    samples, greedy = await self._sampled(prompt, context, draft, replica)
+                scoring = [self._scored(Group(prompt, samples, attempt))]
+                if greedy:
+                    scoring.append(self._rewarded(Group(prompt, greedy, attempt)))
+                group, *rest = await together(scoring)
+                group.greedy = greedy_of(rest[0]) if rest else None
+                return group
             except (DataFailure, ReplicaFailed) as failure:
                 retries.after(failure, prompt)
                 if isinstance(failure, DataFailure):
@@ -105,12 +116,30 @@ class Executor:
         if callable(close := getattr(self.workflow, "close", None)):
             close()
 
-    async def _on(
+    async def _sampled(
         self, prompt: Prompt, context: Context, draft: Draft, replica: Candidate
-    ) -> list[Sample]:
+    ) -> tuple[list[Sample], list[Sample]]:
+        """Returns the samples and those of the greedy episode, if needed, from one replica. If one
+        of the two fails, so does the group."""
+        draft.num_sampling = 0  # requests of a failed replica have no end
+        sampler = CheckedSampler(replica, self.vocab_size, draft)
+        if not self.needs_greedy:
+            return await self._on(prompt, context, sampler), []
+        params = replace(context.params, temperature=0.0)
+        one = replace(context, num_samples=1, params=params)
+        greedy_sampler = CheckedSampler(replica, self.vocab_size, draft, is_greedy=True)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                samples = tasks.create_task(self._on(prompt, context, sampler))
+                greedy = tasks.create_task(self._on(prompt, one, greedy_sampler))
+        except BaseExceptionGroup as failures:
+            cause = first_cause(failures)
+            raise cause from cause.__cause__
+        return samples.result(), greedy.result()
+
+    async def _on(self, prompt: Prompt, context: Context, sampler: CheckedSampler) -> list[Sample]:
         """Runs the workflow on one replica, within the deadline (`Episodes` enforce it
         themselves). One that does not end after it is cancelled is abandoned."""
-        sampler = CheckedSampler(replica, self.vocab_size, draft)
         closing_s = 2 * CLOSE_TIMEOUT_S if isinstance(self.workflow, Episodes) else 0.0
         late = f"the group was not done after {self.keys.deadline_s} s"
         working = asyncio.ensure_future(contained(self.workflow.run(prompt, sampler, context)))
@@ -195,6 +224,13 @@ class Executor:
         for sample in group.samples:
             sample.environment = None
         return group
+
+
+def greedy_of(group: Group) -> Greedy:
+    """Returns a scored greedy answer: if it has several sequences their mean reward, and the length
+    of the longest."""
+    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    return Greedy(mean(rewards), max(sample.num_sampled for sample in group.samples))
 
 
 class Executors:

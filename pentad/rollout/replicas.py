@@ -133,18 +133,28 @@ class Fleet:
 class CheckedSampler:
     """A replica for the workflow of one group: checks answers and aborts abandoned requests."""
 
-    def __init__(self, replica: Candidate, vocab_size: int, draft: Draft | None = None) -> None:
-        """`draft`: tokens of an earlier step, for a group of one request."""
+    def __init__(
+        self,
+        replica: Candidate,
+        vocab_size: int,
+        draft: Draft | None = None,
+        *,
+        is_greedy: bool = False,
+    ) -> None:
+        """`draft`: tokens of an earlier step, for a group of one request. `is_greedy`: samples at
+        temperature 0, whatever the requests have; the draft then only counts these requests."""
         self.replica = replica
         self.vocab_size = vocab_size
         self.draft = draft or Draft()
+        self.is_greedy = is_greedy
         self.drawn = Drawn()
         self.was_waiting = False
         """Whether an answer was pending when the group was cancelled."""
 
     async def generate(self, request: Request) -> list[Generation]:
         request = replace(request, id=f"{self.replica.name}-{next(_request_numbers)}")
-        replica, rest = self.replica, self.draft.rest_of(request)
+        replica, greedy = self.replica, replace(request.params, temperature=0.0)
+        rest = replace(request, params=greedy) if self.is_greedy else self.draft.rest_of(request)
         if not rest.seeds:  # all samples were complete when it was interrupted
             self.drawn.add(request, self.draft.answers)
             return list(self.draft.answers)
@@ -165,7 +175,10 @@ class CheckedSampler:
             raise
         except Exception as failure:
             raise InfraFailure(f"{type(failure).__name__}: {failure}") from failure
-        answers = self.draft.joined(answers)
+        if not self.is_greedy:
+            answers = self.draft.joined(answers)
+            if self.draft.carries:
+                self.draft.answers = answers
         self.drawn.add(request, answers)
         return answers
 
@@ -176,7 +189,7 @@ class CheckedSampler:
             async with asyncio.timeout(CUT_TIMEOUT_S if self.draft.is_cut else ABORT_TIMEOUT_S):
                 if "abort" in sampler.capabilities:
                     await sampler.abort(request.id)
-                    if self.draft.is_cut:
+                    if self.draft.is_cut and not self.is_greedy:
                         self.draft.keep(request, await task, self.vocab_size)
         except Exception as failure:
             self.replica.fail(f"abort failed: {type(failure).__name__}: {failure}")

@@ -183,6 +183,9 @@ class Rl:
     reward_std: float | None = about("standard deviation over samples")
     reward_min: float | None = about("lowest reward of a sample")
     reward_max: float | None = about("highest reward of a sample")
+    reward_greedy: float | None = about(
+        "mean reward of the greedy answers, which are the baseline of remax and not trained"
+    )
     reward_parts: dict[str, float] | None = about("mean of each named part of the reward")
     environments: dict[str, dict[str, float]] | None = about(
         "by name: num_groups, num_samples, reward_mean and length_mean of the groups trained; null "
@@ -210,6 +213,11 @@ class Rl:
     corrected_share: float | None = about("tokens the off-policy correction changed", "share")
     rejected_share: float | None = about("tokens that algorithm.rejection left out", "share")
     correction_weight_mean: float | None = about("mean weight of the off-policy correction")
+    prox_logp_error: float | None = about(
+        "algorithm.prox_logp_method = metrics: mean |interpolated - recomputed| log-prob of the "
+        "old policy",
+        "nats",
+    )
     logprob_diff_mean: float | None = about("mean |trainer - sampler| log-prob of a token", "nats")
     logprob_diff_p95: float | None = about("95th percentile of that difference", "nats")
     logprob_diff_p99: float | None = about("99th percentile of that difference", "nats")

@@ -9,6 +9,7 @@ from pentad.core.errors import RunError, UserError
 from pentad.data.tokenizer import load_tokenizer
 from pentad.data.toy import write_byte_model
 from pentad.telemetry.steps import read_lines
+from pentad.trainer.saving.batches import read_batch
 
 AGENT = """
 from openai import AsyncOpenAI
@@ -38,6 +39,30 @@ def test_an_agent_is_trained_by_what_it_was_answered(lab, tmp_path):
         assert record["num_groups"] == 2 and record["num_samples"] == 8  # two requests an episode
         assert record["rl"]["logprob_diff_max"] == 0.0
     assert values_of(lab.train(*settings)) == values_of(summary)
+
+
+def test_an_agent_program_is_run_greedily_whatever_it_asks_for(lab, tmp_path):
+    """Its two requests name a temperature; greedily they give one answer in every run."""
+    program = AGENT.replace("max_tokens", "temperature=1.0, max_tokens")
+    (tmp_path / "agent.py").write_text(program.replace("/ 4", '/ 4 + len(fields["answer"])'))
+    words = ("rollout.workflow=agent", f"rollout.agent={tmp_path}/agent.py:sort", "strict=true")
+    still = ("actor.optimizer.lr=1e-12", "reward.fn=null", "total_train_steps=2")
+    few, rows = tmp_path / "few.jsonl", (lab.task / "train.jsonl").read_text().splitlines()
+    few.write_text("\n".join(rows[:8]))
+    sizes = ("train_dataset.batch_size=8", "gconfig.max_sampled_tokens=8")
+    names = ("algorithm.name=remax", "gconfig.n_samples=2", f"train_dataset.path={few}")
+    run = lab.train(*names, *words, *still, *sizes)
+    by_prompt = [
+        {
+            group.samples[0].ids[:5].tobytes(): group.greedy
+            for group in read_batch(run.records / "batches", step).groups
+        }
+        for step in (1, 2)
+    ]
+    assert by_prompt[0] == by_prompt[1] and len(by_prompt[0]) == 8, "with other seeds"
+    for step in steps_of(run):
+        assert step["num_samples"] == 32 and step["rl"]["reward_greedy"] >= 5
+        assert step["rl"]["logprob_diff_max"] == 0.0
 
 
 CHATTING = """

@@ -22,6 +22,7 @@ NEUTRAL: dict[str, object] = {
     "decoupled": False,
     "allow_uncorrected": False,
     "dynamic_filter": False,
+    "prox_logp_method": "recompute",
     "mask_truncated": False,
     "kl_weighted": False,
 }
@@ -74,6 +75,28 @@ def decoupled_ppo_has_a_correction(config: Config) -> Problem | None:
     rule = f"needs the weight that algorithm.correction = {algorithm.correction} drops"
     remedy = "set algorithm.correction to tis or mis, or leave it out"
     return Problem("algorithm.decoupled = true", rule, remedy)
+
+
+@RULES.add(depends_on=("algorithm",))
+def an_interpolated_policy_is_an_old_one(config: Config) -> Problem | None:
+    algorithm, method = config.algorithm, config.algorithm.prox_logp_method
+    if method == "recompute" or "prox_logp_method" in unused_settings(algorithm.facts):
+        return None
+    where, off = f"algorithm.prox_logp_method = {method}", "leave it out"
+    if config.only == "train":
+        rule = "needs the age of each token, and groups_from has the samples of another run"
+        return Problem(where, rule, off)
+    if algorithm.correction == "sampler_ratio":
+        rule = "algorithm.correction = sampler_ratio clips against the sampler's log-probs"
+        return Problem(where, rule, f"{off}, or set algorithm.correction=tis")
+    if not algorithm.has_proximal(config.updates_per_batch):
+        rule = "updates_per_batch = 1 needs no old log-probs: the current policy is the old one"
+        return Problem(where, rule, f"{off}, or set algorithm.decoupled=true")
+    if config.max_staleness == 0 and not config.oversamples:
+        rule = "interpolates by the age of samples, and max_staleness = 0 makes all of age 0"
+        remedy = f"{off}, or set algorithm.correction=sampler_ratio, which needs no forward either"
+        return Problem(where, rule, remedy)
+    return None
 
 
 @RULES.add()

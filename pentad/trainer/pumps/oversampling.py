@@ -84,7 +84,8 @@ class Oversampling:
 
     def begin(self, gid: int, task: asyncio.Task[Any]) -> Draft:
         held = self.state.carried.pop(gid, None)
-        draft = Draft(answers_of(held) if held is not None else (), changed=self.look)
+        answers = answers_of(held) if held is not None else ()
+        draft = Draft(answers, carries=True, changed=self.look)
         self.running[gid] = draft, task
         return draft
 
@@ -98,7 +99,7 @@ class Oversampling:
         """Called when the group's task is over."""
         draft, _ = self.running.pop(gid)
         # A request in progress may have been answered too late.
-        self.num_answered += draft.num_ended + draft.is_sampling
+        self.num_answered += draft.num_ended + draft.num_sampling
         self.look()
 
     def look(self) -> None:

@@ -220,9 +220,11 @@ class RunState:
         trained: int,
         *,
         continues: bool = True,
+        needs_greedy: bool = False,
     ) -> None:
         """Replaces the state by a snapshot. Groups older than the budget allows and groups in
-        progress are sampled again; without `continues` also interrupted ones. For a snapshot that
+        progress are sampled again; without `continues` also interrupted ones, and with
+        `needs_greedy` ready ones that have no greedy answer. For a snapshot that
         `progress` could not have returned, raises LookupError, TypeError or ValueError and changes
         nothing."""
         if snapshot["groups_per_batch"] != self.ledger.groups_per_batch:
@@ -237,6 +239,8 @@ class RunState:
             if state == "planned":
                 if continues and num_carries <= self.budget.max_carries:
                     carried[group.gid] = group
+            elif needs_greedy and group.greedy is None:
+                continue
             elif batch - group.min_version <= self.budget.max_lag:
                 kept[group.gid] = group
         restored = Ledger.restore(snapshot, kept, has_scorers=self.ledger.has_scorers)

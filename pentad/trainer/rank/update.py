@@ -88,7 +88,7 @@ class BatchUpdate:
         self.rerouted: list[Tensor] = []
         self.scored: list[tuple[Sample, Tensor]] = []
         self.num_done = 0
-        """Number of whole batches trained."""
+        """Number of whole batches trained: the version of the weights at the start of a batch."""
         self.num_moved = 0
         """Optimizer steps of the batch in progress."""
 
@@ -160,6 +160,7 @@ class BatchUpdate:
             self.settings,
             max_new_tokens=self.max_new_tokens,
             compute_advantages=self.compute_advantages,
+            version=self.num_done,
         )
 
     def _accumulate(self, rows: Sequence[Row], *, last: bool) -> None:

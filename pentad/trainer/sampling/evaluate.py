@@ -203,6 +203,7 @@ def _executor(
         config.rollout,
         vocab_size=checked.dims.vocab_size,
         needs_reward=not (trains and config.algorithm.facts.needs_teacher),
+        needs_greedy=trains and config.samples_greedily,
     )
 
 

@@ -84,7 +84,8 @@ class BatchKeeper:
     ) -> None:
         data = b"".join(pack_groups(groups))
         digest = hashlib.sha256(data).hexdigest()
-        facts = {"num_groups": len(groups), **self.facts, **(more or {})}
+        has_greedy = all(group.greedy is not None for group in groups)
+        facts = {"num_groups": len(groups), "has_greedy": has_greedy, **self.facts, **(more or {})}
         head = {"format": FORMAT, "step": step, **facts, "sha256": digest}
         self.folder.mkdir(exist_ok=True)
         place = self.folder / f"step{step}.groups"

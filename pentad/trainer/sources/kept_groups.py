@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,11 +159,17 @@ def open_groups(config: Config) -> KeptGroups:
     steps = kept_steps(folder)
     if not steps:
         raise UserError(no_groups(source))
-    return KeptGroups(folder, steps, [read_head(folder, step) for step in steps])
+    heads = [read_head(folder, step) for step in steps]
+    lacking = [head["step"] for head in heads if not head.get("has_greedy")]
+    if config.samples_greedily and lacking:
+        rule = f"{config.algorithm.name} needs greedy answers, and the groups of step {lacking[0]} "
+        remedy = f"sample them with algorithm.name={config.algorithm.name}"
+        raise UserError(Problem(f"groups_from = {source}", f"{rule}have none", remedy))
+    return KeptGroups(folder, steps, heads)
 
 
 def with_prompt(group: Group) -> Group:
     """Restores a kept group's prompt from the first tokens of its samples."""
     sample = group.samples[0]
     length = int(sample.mask.argmax()) if sample.mask.any() else len(sample.ids)
-    return Group(Prompt(group.gid, tuple(sample.ids[:length].tolist()), {}), group.samples)
+    return replace(group, prompt=Prompt(group.gid, tuple(sample.ids[:length].tolist()), {}))

@@ -285,6 +285,7 @@ class RolloutSource(BatchSource):
                     with_hub_names(checkpoint.manifest.facts["config"]),
                     record_values(self.run.config),
                 ),
+                needs_greedy=self.run.config.samples_greedily,
             )
 
     def restored(self, checkpoint: Checkpoint | None) -> None:

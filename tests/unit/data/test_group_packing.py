@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pentad.core.errors import RunError
-from pentad.core.types import Group, Prompt, Sample
+from pentad.core.types import Greedy, Group, Prompt, Sample
 from pentad.data.packing import pack_column, pack_groups, unpack_column, unpack_groups
 
 
@@ -51,9 +51,11 @@ def test_groups_come_back_from_bytes_with_every_field():
     three.samples[0].ids = three.samples[0].ids[:0]
     three.samples[1].text = ""
     three.samples[1].columns["odd"] = np.ones(8)[::2]
+    two.greedy = Greedy(-0.1, 7)
     groups = [one, two, three]
     again = list(unpack_groups(packed(*groups), {g.gid: g.prompt for g in groups}.get))
     assert [g.attempt for g in again] == [2, 0, 0]
+    assert [g.greedy for g in again] == [None, Greedy(-0.1, 7), None]
     for old, new in zip(groups, again, strict=True):
         assert new.prompt is old.prompt
         for left, right in zip(old.samples, new.samples, strict=True):

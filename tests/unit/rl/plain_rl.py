@@ -111,6 +111,18 @@ def reinforce(samples):
     return [constant(s, total(s) - mean) for s in samples]
 
 
+def remax(samples, baselines):
+    """verl's: the rewards from a token on, minus the greedy reward, which has no KL penalty."""
+    out = []
+    for sample, baseline in zip(samples, baselines, strict=True):
+        later, row = sample.reward, [0.0] * len(sample.mask)
+        for t in reversed(sample.steps):
+            later += sample.token_rewards[t]
+            row[t] = later - baseline
+        out.append(row)
+    return out
+
+
 def returns_to_go(sample, gamma, with_reward=True):
     out, steps = [0.0] * len(sample.mask), sample.steps
     for i, t in enumerate(steps):
@@ -233,6 +245,14 @@ def verl_bypass(logprob, sampler, advantage, low, high, dual):
 def verl_bypass_reinforce(logprob, advantage, weight):
     """bypass_mode, loss_type reinforce: the weight is of the current policy over the sampler's."""
     return -weight * advantage * logprob
+
+
+def areal_proximal(drawn, logprob, version, current):
+    """AReaL's log-linear old log-prob: the policy of version current - 1, between two others."""
+    if version >= current:
+        return drawn
+    alpha = min(1.0, max(0.0, (current - 1 - version) / (current - version)))
+    return drawn + alpha * (logprob - drawn)
 
 
 def verl_decoupled(logprob, old, advantage, low, high, dual, weight):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import strategies as st
 from plain_rl import Plain
 
-from pentad.core.types import Group, Prompt, Sample
+from pentad.core.types import Greedy, Group, Prompt, Sample
 from pentad.rl.ragged import Rollouts
 
 REWARDS = [0.0, 1.0, 0.1, -2.5]
@@ -96,5 +96,6 @@ def make_groups(rng, sizes, *, max_length=8, columns=()):
             )
             for _ in range(size)
         ]
-        groups.append(Group(Prompt(gid, (1, 2), {}), samples))
+        greedy = Greedy(REWARDS[gid % len(REWARDS)], max_length // 2)
+        groups.append(Group(Prompt(gid, (1, 2), {}), samples, greedy=greedy))
     return groups

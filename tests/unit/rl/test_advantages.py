@@ -1,5 +1,7 @@
 """Every advantage function against its formula, in fp64, on random ragged batches."""
 
+from dataclasses import replace
+
 import plain_rl
 import pytest
 import torch
@@ -37,6 +39,19 @@ def test_per_sample_advantages_equal_the_formula(ours, plain, samples):
     torch.testing.assert_close(got.advantages_T, flat(plain(samples)), **CLOSE)
     totals = [plain_rl.constant(s, plain_rl.total(s)) for s in samples]
     torch.testing.assert_close(got.returns_T, flat(totals), **CLOSE)
+
+
+@quick
+@given(samples=plain_samples(), greedy=st.lists(st.floats(-3, 3), min_size=16, max_size=16))
+def test_remax_subtracts_the_reward_of_the_greedy_answer(samples, greedy):
+    baselines = [greedy[sample.group] for sample in samples]
+    rollouts = replace(
+        rollouts_of(samples), baselines_S=torch.tensor(baselines, dtype=torch.float64)
+    )
+    got = adv.greedy_baseline(rollouts)
+    torch.testing.assert_close(got.advantages_T, flat(plain_rl.remax(samples, baselines)), **CLOSE)
+    returns = [plain_rl.returns_to_go(s, 1.0) for s in samples]
+    torch.testing.assert_close(got.returns_T, flat(returns), **CLOSE)
 
 
 @quick

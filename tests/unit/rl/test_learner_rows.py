@@ -9,7 +9,7 @@ from ragged_batches import make_groups, make_sample
 from sections import settings_for
 
 from pentad.core.errors import RunError
-from pentad.core.types import Group, Prompt
+from pentad.core.types import Greedy, Group, Prompt
 from pentad.rl.algorithms import make_rows
 from pentad.rl.facts import FACTS
 
@@ -91,6 +91,51 @@ def test_each_algorithm_computes_its_advantages(rng, name, reference):
     groups = make_groups(rng, [3, 1, 4])
     rows = make_rows(groups, settings_for(name), max_new_tokens=8)
     assert_advantages(rows, reference(plain(groups)))
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 4], [1, 1, 1]])
+def test_remax_shapes_the_greedy_reward_like_those_of_samples(rng, sizes):
+    groups = make_groups(rng, sizes)
+    for group in groups:
+        group.greedy = Greedy(float(rng.normal()), int(rng.integers(1, 9)))
+    shaping = {"reward_scale": 2.0, "reward_clip": 1.5, "overlong_penalty": 0.5}
+    settings = settings_for("remax", overlong_buffer=4, **shaping)
+
+    def shaped(reward, num):
+        return min(1.5, max(-1.5, 2 * reward)) - 0.5 * min(1.0, max(0.0, (num - 4) / 4))
+
+    samples = plain(groups)
+    for sample in samples:
+        sample.reward = shaped(sample.reward, len(sample.steps))
+    greedy = {group.gid: shaped(group.greedy.reward, group.greedy.num_sampled) for group in groups}
+    rows = make_rows(groups, settings, max_new_tokens=8)
+    assert_advantages(rows, plain_rl.remax(samples, [greedy[s.group] for s in samples]))
+
+
+def test_remax_does_not_train_a_group_without_a_greedy_answer(rng):
+    groups = make_groups(rng, [2, 2])
+    groups[1].greedy = None
+    with pytest.raises(RunError, match="group 1 has no greedy answer, whose reward remax needs"):
+        make_rows(groups, settings_for("remax"), max_new_tokens=8)
+    groups[1].greedy = Greedy(float("nan"), 1)
+    with pytest.raises(RunError, match="group 1 has .*nan.*, whose reward remax needs"):
+        make_rows(groups, settings_for("remax"), max_new_tokens=8)
+
+
+@pytest.mark.parametrize("method", ["loglinear", "metrics"])
+def test_rows_have_the_share_of_the_current_policy_by_the_age_of_a_token(rng, method):
+    group = make_groups(rng, [2], max_length=8)[0]
+    for sample in group.samples:
+        sample.versions = np.where(sample.mask, rng.integers(0, 8, sample.mask.size), -1)
+    settings = settings_for("grpo", prox_logp_method=method)
+    for row, sample in zip(
+        make_rows([group], settings, max_new_tokens=8, version=6), group.samples, strict=True
+    ):
+        want = [
+            plain_rl.areal_proximal(0.0, 1.0, v, 6) if v >= 0 else 0.0
+            for v in sample.versions.tolist()
+        ]
+        assert row.columns["proximal_share"].tolist() == pytest.approx(want, abs=1e-7)
 
 
 def test_ppo_fills_whitened_advantages_and_plain_returns(rng):
@@ -226,7 +271,7 @@ def test_columns_that_are_not_finite_or_not_aligned_are_refused(rng):
 @pytest.mark.parametrize("name", FACTS)
 def test_a_batch_without_any_sampled_token_makes_rows_that_weigh_nothing(rng, name):
     samples = [make_sample(rng, [False, False], columns=EVERYTHING) for _ in range(2)]
-    group = Group(Prompt(0, (1,), {}), samples)
+    group = Group(Prompt(0, (1,), {}), samples, greedy=Greedy(1.0, 3))
     rows = make_rows([group], settings_for(name), max_new_tokens=8)
     assert [row.count for row in rows] == [0.0, 0.0]
     assert all((row.columns[c] == 0).all() for row in rows for c in ("weights", "advantages"))

@@ -6,7 +6,7 @@ import torch
 from ragged_batches import ListSegments
 from sections import settings_for
 
-from pentad.core.types import Group, Prompt, Sample, TokenOutputs
+from pentad.core.types import Greedy, Group, Prompt, Sample, TokenOutputs
 from pentad.rl.algorithms import build_policy_loss, make_rows
 from pentad.rl.facts import FACTS
 
@@ -43,7 +43,11 @@ def test_the_rewarded_token_becomes_likely(name):
     optimizer = torch.optim.Adam([logits], lr=0.1)
     for _ in range(NUM_STEPS):
         groups = [
-            Group(Prompt(gid, (0,), {}), [draw(rng, logits.detach()) for _ in range(8)])
+            Group(
+                Prompt(gid, (0,), {}),
+                [draw(rng, logits.detach()) for _ in range(8)],
+                greedy=Greedy(float(logits.argmax() == GOOD), LENGTH),
+            )
             for gid in range(4)
         ]
         rows = make_rows(groups, settings, max_new_tokens=LENGTH)

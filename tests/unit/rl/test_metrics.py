@@ -9,7 +9,7 @@ import torch
 from ragged_batches import make_groups, make_sample
 from sections import settings_for
 
-from pentad.core.types import Group, Prompt, Row
+from pentad.core.types import Greedy, Group, Prompt, Row
 from pentad.rl.algorithms import make_rows
 from pentad.rl.metrics import (
     compute_metrics,
@@ -56,11 +56,13 @@ def test_rewards_lengths_and_truncation_are_counted_over_samples():
         group(1, sample(3, 0.5), sample(3, 0.5)),
         group(2, sample(0, -1.0)),
     ]
+    groups[0].greedy, groups[2].greedy = Greedy(4.0, 9), Greedy(1.0, 9)
     assert sample_metrics(groups) == {
         "reward_mean": pytest.approx(0.2),
         "reward_std": pytest.approx(math.sqrt((0.64 + 0.04 + 0.09 + 0.09 + 1.44) / 5)),
         "reward_min": -1.0,
         "reward_max": 1.0,
+        "reward_greedy": 2.5,
         "groups_without_variance": pytest.approx(2 / 3),
         "length_mean": pytest.approx(12 / 5),
         "length_min": 0.0,
@@ -154,14 +156,17 @@ def test_shares_come_from_the_sums_of_the_loss():
         "corrected_share": None,
         "correction_weight_mean": None,
         "rejected_share": None,
+        "prox_logp_error": None,
     }
     stats |= {"corrected_tokens": 1.0, "correction_weight": 6.0, "rejected_tokens": 4.0}
+    stats |= {"proximal_error": 2.0}
     metrics = loss_metrics(stats, settings_for("reinforce"))
     assert metrics == {
         "clip_fraction": None,
         "corrected_share": 0.125,
         "correction_weight_mean": 0.75,
         "rejected_share": 0.5,
+        "prox_logp_error": 0.25,
     }
     assert set(loss_metrics({}, settings_for("grpo")).values()) == {None}
 

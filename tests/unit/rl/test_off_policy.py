@@ -13,6 +13,8 @@ from pentad.core.types import TokenOutputs
 from pentad.planner.prepare import prepare
 from pentad.rl.algorithms import build_policy_loss
 from pentad.rl.facts import FACTS
+from pentad.rl.metrics import loss_metrics
+from pentad.rl.shaping import proximal_shares
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 """fp64, a few dozen terms in another order."""
@@ -196,3 +198,98 @@ def test_reinforce_is_weighed_by_the_current_policy_over_the_sampler(level, num_
     # Rows that carry old log-probs all the same do not change it.
     loss.columns = (*loss.columns, "actor_logprobs")
     assert_equal(batch.gradient(loss), batch.expected(term))
+
+
+CURRENT = 7
+APPROXIMATED = [*STALE, *TWICE, "algorithm.prox_logp_method=loglinear"]
+
+
+def aged(batch):
+    """Adds the versions of tokens, from long ago up to the current one."""
+    generator = torch.Generator().manual_seed(9)
+    versions = torch.randint(0, CURRENT + 1, (sum(LENGTHS),), generator=generator)
+    batch.columns["proximal_share"] = proximal_shares(versions, CURRENT)
+    return versions.tolist()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "gspo"])
+@pytest.mark.parametrize("asked", [TWICE, ["algorithm.decoupled=true"]])
+def test_old_log_probs_interpolated_by_age_are_areals(name, asked):
+    settings, _ = chosen(
+        f"algorithm.name={name}", *STALE, *asked, "algorithm.prox_logp_method=loglinear"
+    )
+    batch = Stale(6)
+    versions, c = aged(batch), batch.columns
+    now = batch.logprobs.detach()
+
+    def old(t):
+        return plain_rl.areal_proximal(c["rollout_logprobs"][t], now[t], versions[t], CURRENT)
+
+    def term(t, steps, i):
+        logs = [float(old(u) - c["rollout_logprobs"][u]) for u in steps]
+        args = (batch.logprobs[t], old(t), c["advantages"][t], *band(settings))
+        if name != "gspo":
+            return plain_rl.verl_decoupled(*args, plain_rl.verl_weight(logs, i, "token", 2.0))
+        log = sum(logs) / len(logs) if settings.correction_level == "geometric" else logs[i]
+        weight = min(math.exp(log), 2.0)
+        mean = sum(float(now[u] - old(u)) for u in steps) / len(steps)
+        args = (batch.logprobs[t] - now[t] + mean, torch.zeros(()), c["advantages"][t])
+        return weight * plain_rl.verl_vanilla(*args, *band(settings))
+
+    loss = build_policy_loss(settings, num_updates=2)
+    assert "actor_logprobs" not in loss.columns, "the forward for old log-probs is not needed"
+    assert_equal(batch.gradient(loss), batch.expected(term))
+
+
+def test_rejection_compares_the_interpolated_policy_with_the_sampler():
+    settings, _ = chosen(*APPROXIMATED, "algorithm.rejection=token")
+    batch = Stale(6)
+    versions, c = aged(batch), batch.columns
+    now, dropped = batch.logprobs.detach(), 0
+    for t in range(sum(LENGTHS)):
+        old = plain_rl.areal_proximal(c["rollout_logprobs"][t], now[t], versions[t], CURRENT)
+        ratio = math.exp(old - c["rollout_logprobs"][t])
+        dropped += bool(c["weights"][t] != 0 and not 0.5 <= ratio <= 2.0)
+    loss = build_policy_loss(settings, num_updates=2)
+    outputs = TokenOutputs(batch.logprobs, None, None, ListSegments(LENGTHS))
+    _, stats = loss(outputs, {name: c[name] for name in loss.columns})
+    assert int(stats["rejected_tokens"]) == dropped > 0
+
+
+def test_metrics_train_by_recomputed_log_probs_and_report_the_error():
+    plain, _ = chosen(*STALE, *TWICE)
+    settings, _ = chosen(*STALE, *TWICE, "algorithm.prox_logp_method=metrics")
+    batch = Stale(6)
+    versions, c = aged(batch), batch.columns
+    loss = build_policy_loss(settings, num_updates=2)
+    exact = build_policy_loss(plain, num_updates=2)
+    assert all(map(torch.equal, batch.gradient(loss), batch.gradient(exact)))
+    outputs = TokenOutputs(batch.logprobs, None, None, ListSegments(LENGTHS))
+    _, stats = loss(outputs, {name: c[name] for name in loss.columns})
+    errors = []
+    for t in (c["weights"] != 0).nonzero().flatten().tolist():
+        drawn, now = c["rollout_logprobs"][t], batch.logprobs[t].detach()
+        old = plain_rl.areal_proximal(drawn, now, versions[t], CURRENT)
+        errors.append(abs(float(old - c["actor_logprobs"][t])))
+    found = loss_metrics({name: float(x) for name, x in stats.items()}, settings)
+    assert found["prox_logp_error"] == pytest.approx(sum(errors) / len(errors), rel=1e-9)
+    assert loss_metrics({"tokens": 1.0}, plain)["prox_logp_error"] is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        (STALE, "updates_per_batch = 1 needs no old log-probs"),
+        (TWICE, "max_staleness = 0 makes all of age 0"),
+        ([*STALE, *TWICE, "algorithm.correction=sampler_ratio"], "against the sampler's log-probs"),
+        ([*STALE, "algorithm.name=reinforce"], "its loss has no ratio"),
+        ([*STALE, *TWICE, "algorithm.name=clip_cov"], "recomputed before the batch"),
+        ([*TWICE, "only=train", "groups_from=/nowhere"], "the samples of another run"),
+    ],
+)
+@pytest.mark.parametrize("method", ["loglinear", "metrics"])
+def test_interpolation_is_refused_where_nothing_is_recomputed(asked, rule, method):
+    with pytest.raises(UserError) as failure:
+        chosen(*asked, f"algorithm.prox_logp_method={method}")
+    (found,) = [p for p in map(str, failure.value.problems) if "prox_logp_method" in p]
+    assert rule in found and f"prox_logp_method = {method}" in found
