@@ -52,9 +52,8 @@ def test_a_server_samples_from_the_text_tower(tmp_path, environment, kind):
 
     async def main():
         server = await sglang.start(settings, "sglang-0", tmp_path / "sglang.log")
-        config = json.loads(
-            (Path(server.dialect.settings.model_folder) / "config.json").read_text()
-        )
+        served = Path(server.dialect.settings.model_folder)
+        config = json.loads((served / "config.json").read_text())
         assert config["model_type"] == dims.family and "vision_config" not in config
         assert config["architectures"][0].endswith("ForCausalLM")
         rollout = RolloutConfig(max_running=8)
