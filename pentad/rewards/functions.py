@@ -24,7 +24,7 @@ from pentad.core.types import Prompt, Sample
 from pentad.rewards import code_tests, verifiers
 from pentad.rewards.calls import BATCH, EACH, SeededCall
 from pentad.rewards.judge import Judge
-from pentad.rewards.sandbox import JobFailed, Sandbox, pickled
+from pentad.rewards.sandbox import JobFailed, pickled
 from pentad.rewards.section import MODELS
 from pentad.rewards.sharing import SHARED_JOB_TIMEOUT_S, SharedJobs
 
@@ -129,7 +129,7 @@ def check_columns(fn: str, takes: Takes, columns: Iterable[str]) -> None:
 
 
 class RewardFunction:
-    """A built-in reward, or a user's function. `pool` runs functions that may not end."""
+    """A built-in reward, or a user's function. A pool runs functions that may not end."""
 
     def __init__(self, fn: str, answer_field: str, seed: int = 0) -> None:
         self.fn = fn
@@ -139,9 +139,8 @@ class RewardFunction:
         self.takes = COMPARES
         self.model: Judge | RewardModel | None = None
         """The model of the functions `judge` and `reward_model`."""
-        self.pool: Sandbox | None = None
         self.jobs: SharedJobs | None = None
-        """The pool's queue of jobs."""
+        """The queue of the pool that runs its calls."""
         self.call_s: float | None = None
         """Recent mean seconds of a call (on a sample or a whole group); None: not known yet."""
         self.may_abstain = False
@@ -183,7 +182,7 @@ class RewardFunction:
         self._check_row(prompt)
         verdicts = await self._judge_once(prompt, samples)
         failed = [i for i, verdict in enumerate(verdicts) if isinstance(verdict, JobFailed)]
-        if not failed or not repeats or self.pool is None:
+        if not failed or not repeats or self.jobs is None:
             return verdicts
         if self.takes.is_batched and len(samples) > 1:
             return await self._judge_batch_again(prompt, samples)
@@ -308,8 +307,8 @@ class RewardFunction:
         except (ValueError, KeyError, TypeError, RecursionError) as failure:
             # an expected answer of unknown form
             return JobFailed("error", f"{type(failure).__name__}: {failure}")
-        assert self.pool is not None, "start() comes first"
-        return await code_tests.judge(self.pool, completion, tests)
+        assert self.jobs is not None, "start() comes first"
+        return await code_tests.judge(self.jobs.pool, completion, tests)
 
     # --- in the pool, sample by sample ---------------------------------------------------------
 
@@ -350,10 +349,11 @@ class RewardFunction:
     async def _call(
         self, shared: bytes, own: Sequence[SeededCall], *, is_alone: bool
     ) -> list[Verdict] | JobFailed:
-        assert self.pool is not None, "start() comes first"
+        assert self.jobs is not None, "start() comes first"
         payload = {"spec": self.spec, "shared": shared, "own": list(own)}
         is_shared = len(own) > 1 and not self.waits_together
-        limit = min(SHARED_JOB_TIMEOUT_S, self.pool.reward.timeout_s) if is_shared else None
+        timeout_s = self.jobs.pool.reward.timeout_s
+        limit = min(SHARED_JOB_TIMEOUT_S, timeout_s) if is_shared else None
         answer = await self._run(EACH, payload, limit, num_calls=len(own), is_alone=is_alone)
         if isinstance(answer, JobFailed):
             return answer
@@ -379,12 +379,9 @@ class RewardFunction:
     ) -> Any | JobFailed:
         """Runs the job, together with waiting ones unless it must run alone, and measures its
         time."""
-        assert self.pool is not None and self.jobs is not None, "start() comes first"
-        if is_alone or self.call_s is None:
-            answer = await self.pool.run(call, payload, limit)
-        else:
-            cost_s = num_calls * self.call_s
-            answer = await self.jobs.run(call, payload, limit, cost_s=cost_s)
+        assert self.jobs is not None, "start() comes first"
+        cost_s = None if is_alone or self.call_s is None else num_calls * self.call_s
+        answer = await self.jobs.run(call, payload, limit, cost_s=cost_s)
         seconds = answer.get("seconds") if isinstance(answer, dict) else None
         if isinstance(seconds, float):
             taken_s = seconds / num_calls

@@ -116,7 +116,7 @@ class RewardScorer:
         try:
             signatures = await pool.start()
             for function in functions:
-                function.pool, function.jobs = pool, jobs
+                function.jobs = jobs
                 if function.is_pooled:
                     function.takes = read_signature(function.fn, signatures[function.spec])
         except UserError as failure:
@@ -217,8 +217,8 @@ class RewardScorer:
         if function.fn in INLINE:
             found = INLINE[function.fn][1](completion)
             return None if found is None else str(found)
-        assert function.pool is not None, "start() comes first"
-        answer = await function.pool.run(POOLED[function.fn][1], {"completion": completion})
+        assert function.jobs is not None, "start() comes first"
+        answer = await function.jobs.run(POOLED[function.fn][1], {"completion": completion})
         if isinstance(answer, JobFailed):
             if answer.kind == "lost":
                 raise InfraFailure(f"the reward pool lost a worker: {answer.detail}")

@@ -56,10 +56,11 @@ class SharedJobs:
         payload: Mapping[str, Any],
         timeout_s: float | None = None,
         *,
-        cost_s: float,
+        cost_s: float | None = None,
     ) -> Any | JobFailed:
-        """Like `Sandbox.run`; `cost_s`: the estimated duration of the job."""
-        if cost_s > MESSAGE_S / 2:
+        """Like `Sandbox.run`; `cost_s`: the estimated duration of the job, which otherwise runs
+        alone."""
+        if cost_s is None or cost_s > MESSAGE_S / 2:
             return await self.pool.run(spec, payload, timeout_s)
         future = asyncio.get_running_loop().create_future()
         job = WaitingJob(spec, pickled(spec, dict(payload)), cost_s, timeout_s, future)

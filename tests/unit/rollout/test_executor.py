@@ -14,6 +14,7 @@ from pentad.rewards.scorer import RewardScorer
 from pentad.rewards.section import RewardConfig
 from pentad.rollout.environments import Step
 from pentad.rollout.executor import Executor
+from pentad.rollout.retries import GroupRetries, ReplicaFailed
 from pentad.rollout.workflows import MultiTurn, SingleTurn, Transcript
 
 VOCAB = 40
@@ -464,3 +465,24 @@ def test_a_built_in_reward_scores_the_group(scripted, build, plain_tokenizer):
     assert [sample.text for sample in group.samples] == ["a", "ab", "a", "ab"]
     assert [sample.reward for sample in group.samples] == [0.25, 1.0, 0.25, 1.0]
     assert [sample.reward_parts["correct"] for sample in group.samples] == [0, 1, 0, 1]
+
+
+def test_replicas_are_counted_for_each_set_of_seeds_and_new_seeds_for_the_group():
+    retries = GroupRetries(max_retries=1, max_replicas=1)
+    retries.after(ReplicaFailed("a: lost"), prompt(3))
+    assert retries.key(5) == 5, "the health of machines selects no answers"
+    retries.after(DataFailure("deadline", "late"), prompt(3))
+    assert retries.key(5) == "5.1"
+    retries.after(ReplicaFailed("b: lost"), prompt(3))
+    with pytest.raises(InfraFailure, match="prompt 3 failed 2 times .b: lost; c: lost."):
+        retries.after(ReplicaFailed("c: lost"), prompt(3))
+    with pytest.raises(DataFailure):
+        retries.after(DataFailure("deadline", "late"), prompt(3))
+    with pytest.raises(DataFailure):
+        GroupRetries(9, 9).after(DataFailure("too_long", "it is", is_final=True), prompt(3))
+
+
+def test_every_episode_of_a_group_is_run_again_once():
+    retries = GroupRetries()
+    episodes = [("samples", 0), ("samples", 1), ("greedy", 0)]
+    assert [retries.repeats(one) for one in episodes * 2] == [True] * 3 + [False] * 3
