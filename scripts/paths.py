@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -34,10 +35,10 @@ NOTES = "PENTAD_TRACED_STACKS"
 class Tracer:
     """Writes the stacks of all spans to a file, each once."""
 
-    def __init__(self, notes: str) -> None:
+    def __init__(self, notes: str, spans: Iterable[Sequence[str]]) -> None:
         self.notes = notes
         self.firsts: dict[str, set[str]] = {}
-        for first, last in (span for path in PATHS["paths"] for span in path["spans"]):
+        for first, last in spans:
             self.firsts.setdefault(last, set()).add(first)
         self.wanted: dict[CodeType, str] = {}
         self.seen: set[str] = set()
@@ -78,7 +79,8 @@ def name_of(code: CodeType) -> str:
 
 def trace() -> None:
     """Called in every process of the run."""
-    tracer = Tracer(os.environ[NOTES])
+    spans = [span for path in PATHS["paths"] for span in path["spans"]]
+    tracer = Tracer(os.environ[NOTES], spans)
     threading.setprofile(tracer)
     sys.setprofile(tracer)
 
@@ -101,6 +103,8 @@ def traced_run(folder: Path) -> list[list[Any]]:
     environment = {
         **os.environ,
         NOTES: str(folder / "stacks"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
         "PENTAD_FAULT": PATHS["fault"].format(folder=folder),
         "PYTHONPATH": f"{folder}:{HOME / 'scripts'}:{HOME}",
     }

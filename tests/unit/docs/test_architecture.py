@@ -2,8 +2,13 @@
 each other."""
 
 import ast
+import json
 import re
+import runpy
+import sys
 from pathlib import Path
+
+from pentad.core.layout import parse_allocation
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("architecture.md", "code-walks.md")
@@ -58,3 +63,19 @@ def test_an_arrow_that_is_no_call_is_seen():
     run = "trainer/run.py"
     assert calls((run, "Run.steps"), (run, "Run._step"))
     assert not calls((run, "Run.steps"), (run, "Run._save"))
+
+
+def test_a_traced_stack_has_every_function_between_two(tmp_path):
+    paths = runpy.run_path(str(ROOT / "scripts" / "paths.py"))
+    first, last = "core/layout.py:parse_allocation", "core/layout.py:_Parser.word"
+    before = sys.getprofile()
+    sys.setprofile(paths["Tracer"](str(tmp_path / "stacks"), [[first, last]]))
+    try:
+        parse_allocation.__wrapped__("archon:d2")
+    finally:
+        sys.setprofile(before)
+    stacks = [json.loads(line) for line in (tmp_path / "stacks").read_text().splitlines()]
+    parser = [f"core/layout.py:_Parser.{name}" for name in ("allocation", "group", "component")]
+    assert stacks == [[first, last, [first, *parser, last]]]
+    path = {"what": "string", "spans": [[first, last]], "unseen": ["core/x.py"]}
+    assert paths["files_of"](path, stacks) == {"core/layout.py", "core/x.py"}
