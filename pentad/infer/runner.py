@@ -320,7 +320,8 @@ class Runner:
         carry state take several rows, but no packed ones."""
         model, shapes = self.model, self.model.cache_shapes
         hidden_TD = torch.empty(0)
-        for members, part in alike(plan, continues_runs=model.continues_runs):
+        how = {"batches": model.batches_tokens, "continues_runs": model.continues_runs}
+        for members, part in alike(plan, **how):
             shape = len(members), int(part.counts[0])
             ids_T, positions_T, where_T = self.inputs(part)
             attend = OrderedAttend(self.build_attend(part, where_T), shapes, self.dtype)
@@ -413,15 +414,17 @@ def own_layers_problems(settings: SamplerSettings, model: LanguageModel) -> Iter
         yield Problem("adapter", rule, "merge it into the model's weights")
 
 
-def alike(plan: Plan, *, continues_runs: bool) -> Iterator[tuple[np.ndarray, Plan]]:
+def alike(plan: Plan, *, batches: bool, continues_runs: bool) -> Iterator[tuple[np.ndarray, Plan]]:
     """Splits a plan into parts whose rows have equal numbers of tokens, and all begin or all
-    continue; with the places of their rows in the plan. If the model does not continue with several
-    tokens, such rows are computed again from their beginning."""
+    continue; with the places of their rows in the plan. `batches`: whether single tokens of several
+    rows may be one part. Unless the model continues with several tokens, such rows are computed
+    again from their beginning."""
     starts, counts = plan.starts, plan.counts
     if not continues_runs:
         starts = np.where(counts > 1, 0, starts)
         counts = counts + plan.starts - starts
-    kinds = np.stack([plan.counts, counts, starts > 0])
+    apart = np.arange(len(counts)) * ((counts == 1) & (not batches))
+    kinds = np.stack([plan.counts, counts, starts > 0, apart])
     for kind in np.unique(kinds, axis=1).T:
         members = np.flatnonzero((kinds == kind[:, None]).all(0))
         none = np.zeros(0, np.int64)

@@ -85,6 +85,8 @@ class LanguageModel(nn.Module):
         """Whether a pass can compute several rows; else each row has a microbatch of its own."""
         self.state_kinds: tuple[StateKind, ...] = ()
         """States that `advance` takes and returns; empty if it is not supported."""
+        self.batches_tokens = True
+        """Whether `advance` takes single tokens of several rows; else of one."""
         self.continues_runs = True
         """Whether `advance` takes states with several tokens of a row; else with one."""
         self.present: Callable[[str, Tensor], Tensor] = as_it_is

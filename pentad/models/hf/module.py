@@ -119,7 +119,8 @@ class HfModel(LanguageModel):
             dims = replace(dims, head_dim=max(width for _, width in carried.cache_shapes))
         super().__init__(dims)
         self.cache_shapes, self.packs_rows = carried.cache_shapes, packs_rows
-        self.state_kinds, self.continues_runs = carried.kinds, carried.continues
+        self.state_kinds = carried.kinds
+        self.batches_tokens, self.continues_runs = carried.batches, carried.continues
         self.hf_map = build_hf_map(causal, self.dims, where, wide)
         self.tp_plan: Mapping[str, str] = plan_of(causal)
         self.unshared = (causal,)  # in a tuple, so that its parameters are not registered twice

@@ -146,6 +146,8 @@ class CarriedStates:
     cache_shapes: tuple[tuple[int, int], ...]
     """(kv heads, width) of each call of the attention core, in order."""
     kinds: tuple[StateKind, ...] = ()
+    batches: bool = True
+    """Whether single tokens of several rows can be one pass."""
     continues: bool = True
     """Whether a run of several tokens starts from the states; else only a single token does."""
 
@@ -188,8 +190,9 @@ def find_states(probe: PreTrainedModel, dtype: torch.dtype, where: str) -> Carri
                     kinds.append(StateKind(layer, name, number, shape, state.dtype))
     with _plain_kernels():
         continues = _continues(probe, kinds, ids_ST)
+        batches = _batches(probe, kinds, ids_ST.T)
     own = [replace(x, dtype=dtype) if x.dtype == torch.bfloat16 else x for x in kinds]
-    return CarriedStates(tuple(note.calls), tuple(own), continues)
+    return CarriedStates(tuple(note.calls), tuple(own), batches, continues)
 
 
 def _continues(probe: PreTrainedModel, kinds: Sequence[StateKind], ids_ST: Tensor) -> bool:
@@ -201,6 +204,14 @@ def _continues(probe: PreTrainedModel, kinds: Sequence[StateKind], ids_ST: Tenso
         if not advance(probe, kinds, ids_ST, ids_ST, CallNote(), states)[0].requires_grad:
             return False
     return True
+
+
+def _batches(probe: PreTrainedModel, kinds: Sequence[StateKind], ids_ST: Tensor) -> bool:
+    """Whether a pass keeps rows of one token apart: norms of Falcon-H1 drop the dimension of tokens
+    then, and rows are added to each other."""
+    states = [torch.zeros(2, *kind.shape, dtype=kind.dtype, device="meta") for kind in kinds]
+    hidden_STD = advance(probe, kinds, ids_ST, ids_ST, CallNote(), states)[0]
+    return hidden_STD.shape[:2] == ids_ST.shape
 
 
 def limit_steps(model: PreTrainedModel, where: str) -> None:

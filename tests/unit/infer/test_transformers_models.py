@@ -22,7 +22,7 @@ logging.disable_progress_bar()
 FAMILIES = ["cohere", "cohere2", "gemma4_unified_text", "phimoe"]
 """Windows, heads that differ by layer, scaled logits, experts."""
 CARRYING = {
-    "falcon_h1": {},
+    "falcon_h1": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "granitemoehybrid": {"layer_types": ["attention", "mamba"]},
     "jamba": {},
     "kimi_linear": {},
@@ -178,6 +178,19 @@ def test_a_state_that_is_not_kept_shows(sampler_of, written, part):
     else:
         setattr(sampler.engine.runner.slots, part, lambda rows, states: None)
     assert gap(draw(sampler), written(family).theirs) > 10 * CLOSE
+
+
+def test_single_tokens_that_transformers_adds_to_each_other_are_passes_of_their_own(
+    sampler_of, written
+):
+    """A norm of Falcon-H1 drops the dimension of single tokens."""
+    sampler = sampler_of(written("falcon_h1").folder)
+    model = sampler.engine.model
+    assert not model.batches_tokens and model.continues_runs
+    assert sampler_of(written("lfm2").folder).engine.model.batches_tokens
+    model.batches_tokens = True
+    with pytest.raises(RunError, match="index_copy_"):
+        draw(sampler)
 
 
 def test_runs_that_transformers_does_not_continue_are_computed_again(sampler_of, written):
