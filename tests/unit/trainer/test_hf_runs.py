@@ -332,7 +332,7 @@ def test_plan_rejects_a_type_with_transformers_reason(task, allocation):
         ("allocation_mode=fsdp:d1", None),
         ("allocation_mode=embedded:d1|fsdp:d1", None),
         ("allocation_mode=embedded:d1|fsdp:d1 strict=true", "strict = true"),
-        ("allocation_mode=fsdp:d1t2", "only d is supported"),
+        ("allocation_mode=fsdp:d1t2", "only d and e can be used"),
         ("actor.lora.rank=2", "actor.lora: layers of lfm2 use some of their matrices"),
     ],
 )
