@@ -181,7 +181,7 @@ def test_ranks_may_work_in_another_folder(config, tmp_path, monkeypatch):
     )
     started = []
 
-    def no_group(runtime, specs, settings, device):
+    def no_group(runtime, specs, **given):
         started.extend(specs)
         raise RunError("none is started")
 
