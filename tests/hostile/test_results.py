@@ -45,7 +45,7 @@ def scores(fn: str, cases: list[tuple[str, object]]) -> list[object]:
 
     async def run():
         reward = RewardConfig(fn=fn, num_workers=1, timeout_s=20.0)
-        scorer = RewardScorer(reward, max_retries=0)
+        scorer = RewardScorer(reward)
         await scorer.start()
         found = []
         for text, answer in cases:
