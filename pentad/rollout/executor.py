@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import cast
@@ -100,9 +100,9 @@ class Executor:
                     samples, greedy = await self._sampled(prompt, context, draft, replica)
                 scoring = [self._scored(Group(prompt, samples, attempt))]
                 if greedy:
-                    scoring.append(self._rewarded(Group(prompt, greedy, attempt)))
+                    scoring.append(self._scored(Group(prompt, greedy, attempt)))
                 group, *rest = await together(scoring)
-                group.greedy = greedy_of(rest[0]) if rest else None
+                group.greedy = greedy_of(rest[0], group) if rest else None
                 return group
             except (DataFailure, ReplicaFailed) as failure:
                 retries.after(failure, prompt)
@@ -120,13 +120,14 @@ class Executor:
         self, prompt: Prompt, context: Context, draft: Draft, replica: Candidate
     ) -> tuple[list[Sample], list[Sample]]:
         """Returns the samples and those of the greedy episode, if needed, from one replica. If one
-        of the two fails, so does the group."""
+        of the two raises, so does the group; a failed greedy episode is kept, because each retry
+        would repeat it."""
         draft.num_sampling = 0  # requests of a failed replica have no end
         sampler = CheckedSampler(replica, self.vocab_size, draft)
         if not self.needs_greedy:
             return await self._on(prompt, context, sampler), []
         params = replace(context.params, temperature=0.0)
-        one = replace(context, num_samples=1, params=params)
+        one = replace(context, num_samples=1, params=params, keeps_failed=True)
         greedy_sampler = CheckedSampler(replica, self.vocab_size, draft, is_greedy=True)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -200,14 +201,13 @@ class Executor:
         if not failed:
             return await self._rewarded(group)
         rest = [one for one in group.samples if id(one) not in failed]
-        passed = (await self._rewarded(replace(group, samples=rest))).samples
+        passed = (await self._rewarded(replace(group, samples=rest))).samples if rest else []
         known, others = [one.reward for one in passed if one.reward is not None], iter(passed)
         for number, sample in enumerate(group.samples):
             if id(sample) not in failed:
                 group.samples[number] = next(others)
             elif known:
-                is_unclear = WORKFLOW_FAILED in sample.reward_parts
-                sample.reward = reward_of_failed(known, "unclear" if is_unclear else "sample")
+                sample.reward = reward_of_episode(sample, known)
         return group
 
     async def _rewarded(self, group: Group) -> Group:
@@ -226,10 +226,19 @@ class Executor:
         return group
 
 
-def greedy_of(group: Group) -> Greedy:
+def reward_of_episode(sample: Sample, mates: Sequence[float]) -> float:
+    """Returns the reward of a sample whose episode failed, given those of the others."""
+    is_unclear = WORKFLOW_FAILED in sample.reward_parts
+    return reward_of_failed(mates, "unclear" if is_unclear else "sample")
+
+
+def greedy_of(group: Group, sampled: Group) -> Greedy:
     """Returns a scored greedy answer: if it has several sequences their mean reward, and the length
-    of the longest."""
+    of the longest. If its episode failed, it has the reward of a failed one among the samples."""
     rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    if not rewards:
+        known = [sample.reward for sample in sampled.samples if sample.reward is not None]
+        rewards = [reward_of_episode(group.samples[0], known)]
     return Greedy(mean(rewards), max(sample.num_sampled for sample in group.samples))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from sections import make_executor
@@ -10,7 +11,7 @@ from pentad.core.errors import DataFailure, InfraFailure
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Greedy, Group, Prompt, SamplingParams
 from pentad.rollout.environments import Step
-from pentad.rollout.workflows import MultiTurn, OwnPrompts, SingleTurn, Transcript
+from pentad.rollout.workflows import EpisodeOver, MultiTurn, OwnPrompts, SingleTurn, Transcript
 
 VOCAB, STOP = 40, 39
 
@@ -20,6 +21,11 @@ def draw(request, i):
     if request.params.temperature == 0:
         return [11, 12, 13, 14, 15]
     return [derive_seed(request.seeds[i], t) % 10 for t in range(2)]
+
+
+def turns(request, i):
+    """Turns of one token."""
+    return [*draw(request, i)[:1], STOP]
 
 
 class Sum:
@@ -118,7 +124,7 @@ class Guess:
 
 
 def test_an_environment_is_played_greedily_over_all_turns(scripted, build):
-    sampler = scripted(lambda request, i: [*draw(request, i)[:1], STOP])
+    sampler = scripted(turns)
     group = rollout(build([sampler], MultiTurn(Guess), num_samples=2))
     assert group.greedy == Greedy(1.0, 4)
     assert sum(request.params.temperature == 0 for request in sampler.requests) == 2
@@ -145,6 +151,31 @@ def test_a_failed_greedy_answer_fails_its_group_which_is_sampled_again(scripted,
     assert again.greedy == whole.greedy and drawn(again) != drawn(whole), "with new seeds"
     with pytest.raises(DataFailure, match="it fell over"):
         rollout(build([scripted(draw)], Broken(9), max_retries=2))
+
+
+class Falls(Guess):
+    """Falls over at the greedy answer, every time."""
+
+    def __init__(self, failure):
+        super().__init__()
+        self.failure = failure
+
+    async def step(self, text):
+        if text == "l":
+            raise self.failure
+        return await super().step(text)
+
+
+@pytest.mark.parametrize(
+    ("failure", "reward"), [(RuntimeError("it fell over"), 1.0), (EpisodeOver("over", "x"), 0.0)]
+)
+def test_a_greedy_episode_that_always_fails_drops_no_group(scripted, build, failure, reward):
+    """It gets the reward of a failed sample: the mean of the samples, or at most 0."""
+    plain = rollout(build([scripted(turns)], MultiTurn(Guess), num_samples=2))
+    build_broken = partial(Falls, failure)
+    group = rollout(build([scripted(turns)], MultiTurn(build_broken), num_samples=2))
+    assert drawn(group) == drawn(plain), "sampled once, with the first seeds"
+    assert plain.greedy == Greedy(1.0, 4) and group.greedy == Greedy(reward, 2)
 
 
 def test_after_a_failure_of_the_replica_both_come_from_another(scripted, build):
