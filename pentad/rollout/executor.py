@@ -22,7 +22,6 @@ from pentad.core.specs import load, why_not_loaded
 from pentad.core.tasks import end
 from pentad.core.types import Greedy, Group, Prompt, Sample
 from pentad.data.section import VERIFIERS
-from pentad.rewards.functions import together
 from pentad.rewards.scorer import FAILED, reward_of_failed
 from pentad.rollout.checks import check_samples
 from pentad.rollout.drafts import Draft
@@ -98,11 +97,9 @@ class Executor:
                 num = context.num_samples + self.needs_greedy
                 async with self.fleet.pick(prompt, num) as replica:
                     samples, greedy = await self._sampled(prompt, context, draft, replica)
-                scoring = [self._scored(Group(prompt, samples, attempt))]
+                group = await self._scored(Group(prompt, samples, attempt))
                 if greedy:
-                    scoring.append(self._scored(Group(prompt, greedy, attempt)))
-                group, *rest = await together(scoring)
-                group.greedy = greedy_of(rest[0], group) if rest else None
+                    group.greedy = await self._baseline(group, greedy)
                 return group
             except (DataFailure, ReplicaFailed) as failure:
                 retries.after(failure, prompt)
@@ -201,7 +198,7 @@ class Executor:
         if not failed:
             return await self._rewarded(group)
         rest = [one for one in group.samples if id(one) not in failed]
-        passed = (await self._rewarded(replace(group, samples=rest))).samples if rest else []
+        passed = (await self._rewarded(replace(group, samples=rest))).samples
         known, others = [one.reward for one in passed if one.reward is not None], iter(passed)
         for number, sample in enumerate(group.samples):
             if id(sample) not in failed:
@@ -209,6 +206,18 @@ class Executor:
             elif known:
                 sample.reward = reward_of_episode(sample, known)
         return group
+
+    async def _baseline(self, group: Group, greedy: list[Sample]) -> Greedy:
+        """Scores the greedy answer after the samples: if it fails, it has the reward of a failed
+        one among them. Of several sequences the mean reward and the greatest length count."""
+        known = [sample.reward for sample in group.samples if sample.reward is not None]
+        if FAILED in greedy[0].reward_parts:
+            rewards = [reward_of_episode(greedy[0], known)]
+        else:
+            whole = await self._rewarded(replace(group, samples=[*group.samples, *greedy]))
+            scored = whole.samples[len(group.samples) :]
+            rewards = [sample.reward for sample in scored if sample.reward is not None]
+        return Greedy(mean(rewards), max(sample.num_sampled for sample in greedy))
 
     async def _rewarded(self, group: Group) -> Group:
         if self.reward is None:
@@ -230,16 +239,6 @@ def reward_of_episode(sample: Sample, mates: Sequence[float]) -> float:
     """Returns the reward of a sample whose episode failed, given those of the others."""
     is_unclear = WORKFLOW_FAILED in sample.reward_parts
     return reward_of_failed(mates, "unclear" if is_unclear else "sample")
-
-
-def greedy_of(group: Group, sampled: Group) -> Greedy:
-    """Returns a scored greedy answer: if it has several sequences their mean reward, and the length
-    of the longest. If its episode failed, it has the reward of a failed one among the samples."""
-    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
-    if not rewards:
-        known = [sample.reward for sample in sampled.samples if sample.reward is not None]
-        rewards = [reward_of_episode(group.samples[0], known)]
-    return Greedy(mean(rewards), max(sample.num_sampled for sample in group.samples))
 
 
 class Executors:
