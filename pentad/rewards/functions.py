@@ -170,10 +170,16 @@ class RewardFunction:
         return f"{Path(place).stem if place.endswith('.py') else place}.{self.name}"
 
     async def judge(
-        self, prompt: Prompt, samples: Sequence[Sample], *, repeats: bool = True
+        self,
+        prompt: Prompt,
+        samples: Sequence[Sample],
+        *,
+        mates: Sequence[Sample] = (),
+        repeats: bool = True,
     ) -> list[Verdict]:
-        """Returns a result per sample, in order. `repeats`: a failed call in the pool is repeated
-        once; a model repeats its calls itself, and other functions would fail again.
+        """Returns a result per sample, in order. `mates`: scored samples of the group. `repeats`: a
+        failed call in the pool is repeated once; a model repeats its calls itself, and other
+        functions would fail again.
 
         If a sample fails again alone, while the function works for another completion of the row,
         the sample is the cause. For an exception of a user's function the cause stays `unclear`: it
@@ -187,6 +193,7 @@ class RewardFunction:
         if self.takes.is_batched and len(samples) > 1:
             return await self._judge_batch_again(prompt, samples)
         good = [s for s, v in zip(samples, verdicts, strict=True) if not isinstance(v, JobFailed)]
+        good += [] if self.takes.needs_environment else mates  # a mate's environment is closed
         controls = self._controls(prompt, samples[0]) if self.fn in POOLED else good[:1]
         works = self.is_pooled and controls and await self._works(prompt, controls)
         again = [self._judge_once(prompt, [samples[i]], is_alone=True) for i in failed]
@@ -207,7 +214,7 @@ class RewardFunction:
 
     async def _works(self, prompt: Prompt, controls: Sequence[Sample]) -> bool:
         """Whether the function now returns a result for each of these."""
-        verdicts = await self._judge_pooled(prompt, controls, is_alone=True)
+        verdicts = await self._judge_once(prompt, controls, is_alone=True)
         return not any(isinstance(verdict, JobFailed) for verdict in verdicts)
 
     def _controls(self, prompt: Prompt, sample: Sample) -> list[Sample]:

@@ -143,23 +143,31 @@ class RewardScorer:
     async def score(self, group: Group) -> Group:
         """Sets the reward of every sample that its workflow has not scored."""
         waiting = [sample for sample in group.samples if sample.reward is None]
-        verdicts = await self.judge(group.prompt, waiting)
+        mates = [sample for sample in group.samples if sample.reward is not None]
+        passed = [sample for sample in mates if FAILED not in sample.reward_parts]
+        verdicts = await self.judge(group.prompt, waiting, mates=passed)
         scored = [verdict for verdict in verdicts if isinstance(verdict, Scored)]
         self.has_correct |= any(CORRECT in one.parts for one in scored)
-        known = [sample.reward for sample in group.samples if sample.reward is not None]
-        mates = [*known, *(one.value for one in scored)]
-        settled = [self._settle(group.prompt, verdict, mates) for verdict in verdicts]
+        known = [sample.reward for sample in mates if sample.reward is not None]
+        known += [one.value for one in scored]
+        settled = [self._settle(group.prompt, verdict, known) for verdict in verdicts]
         for sample, one in zip(waiting, settled, strict=True):
             sample.reward = one.value
             sample.reward_parts |= one.parts
         return group
 
     async def judge(
-        self, prompt: Prompt, samples: Sequence[Sample], *, repeats: bool = True
+        self,
+        prompt: Prompt,
+        samples: Sequence[Sample],
+        *,
+        mates: Sequence[Sample] = (),
+        repeats: bool = True,
     ) -> list[Scored | JobFailed]:
-        """Returns a result per sample. `repeats`: failed calls are repeated once."""
+        """Returns a result per sample. `mates`: samples of the group that were scored before;
+        `repeats`: failed calls are repeated once."""
         columns = await together(
-            [f.judge(prompt, samples, repeats=repeats) for f in self.functions]
+            [f.judge(prompt, samples, mates=mates, repeats=repeats) for f in self.functions]
         )
         combined = [_bounded(self._combine(verdicts)) for verdicts in zip(*columns, strict=True)]
         works = any(isinstance(verdict, Scored) for verdict in combined)

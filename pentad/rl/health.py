@@ -43,17 +43,18 @@ def find_alarms(
     *,
     correction: CorrectionKind = "none",
     has_penalty: bool = False,
+    compares_samples: bool = True,
 ) -> list[str]:
     """Returns the alarms over the last WINDOW records; none if there are fewer records.
 
     `correction` and `has_penalty` (of overlong answers): present settings, which alarms do not
-    advise.
+    advise. `compares_samples`: whether a group of equal rewards has no gradient.
     """
     window = recent[-WINDOW:]
     if len(window) < WINDOW:
         return []
     return [
-        *_rewards(window),
+        *_rewards(window, compares_samples),
         *_entropy(window, first),
         *_ratios(window, correction),
         *_mismatch(window, first),
@@ -63,7 +64,7 @@ def find_alarms(
     ]
 
 
-def _rewards(window: Sequence[Record]) -> Iterator[str]:
+def _rewards(window: Sequence[Record], compares_samples: bool) -> Iterator[str]:
     spread, mean = _series(window, "reward_std"), _series(window, "reward_mean")
     if spread and max(spread) == 0 and mean and min(mean) == max(mean):
         yield (
@@ -72,7 +73,7 @@ def _rewards(window: Sequence[Record]) -> Iterator[str]:
         )
         return
     flat = _series(window, "groups_without_variance")
-    if flat and min(flat) >= MAX_FLAT_GROUPS:
+    if compares_samples and flat and min(flat) >= MAX_FLAT_GROUPS:
         prompts = "harder" if _is_solved(window) else "easier or harder"
         yield (
             f"in {flat[-1]:.0%} of groups all samples got the same reward, for {WINDOW} steps: "

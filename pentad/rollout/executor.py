@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import cast
@@ -22,7 +22,6 @@ from pentad.core.specs import load, why_not_loaded
 from pentad.core.tasks import end
 from pentad.core.types import Greedy, Group, Prompt, Sample
 from pentad.data.section import VERIFIERS
-from pentad.rewards.functions import together
 from pentad.rewards.scorer import FAILED, reward_of_failed
 from pentad.rollout.checks import check_samples
 from pentad.rollout.drafts import Draft
@@ -98,11 +97,9 @@ class Executor:
                 num = context.num_samples + self.needs_greedy
                 async with self.fleet.pick(prompt, num) as replica:
                     samples, greedy = await self._sampled(prompt, context, draft, replica)
-                scoring = [self._scored(Group(prompt, samples, attempt))]
+                group = await self._scored(Group(prompt, samples, attempt))
                 if greedy:
-                    scoring.append(self._rewarded(Group(prompt, greedy, attempt)))
-                group, *rest = await together(scoring)
-                group.greedy = greedy_of(rest[0]) if rest else None
+                    group.greedy = await self._baseline(group, greedy)
                 return group
             except (DataFailure, ReplicaFailed) as failure:
                 retries.after(failure, prompt)
@@ -120,13 +117,14 @@ class Executor:
         self, prompt: Prompt, context: Context, draft: Draft, replica: Candidate
     ) -> tuple[list[Sample], list[Sample]]:
         """Returns the samples and those of the greedy episode, if needed, from one replica. If one
-        of the two fails, so does the group."""
+        of the two raises, so does the group; a failed greedy episode is kept, because each retry
+        would repeat it."""
         draft.num_sampling = 0  # requests of a failed replica have no end
         sampler = CheckedSampler(replica, self.vocab_size, draft)
         if not self.needs_greedy:
             return await self._on(prompt, context, sampler), []
         params = replace(context.params, temperature=0.0)
-        one = replace(context, num_samples=1, params=params)
+        one = replace(context, num_samples=1, params=params, keeps_failed=True)
         greedy_sampler = CheckedSampler(replica, self.vocab_size, draft, is_greedy=True)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -206,9 +204,20 @@ class Executor:
             if id(sample) not in failed:
                 group.samples[number] = next(others)
             elif known:
-                is_unclear = WORKFLOW_FAILED in sample.reward_parts
-                sample.reward = reward_of_failed(known, "unclear" if is_unclear else "sample")
+                sample.reward = reward_of_episode(sample, known)
         return group
+
+    async def _baseline(self, group: Group, greedy: list[Sample]) -> Greedy:
+        """Scores the greedy answer after the samples: if it fails, it has the reward of a failed
+        one among them. Of several sequences the mean reward and the greatest length count."""
+        known = [sample.reward for sample in group.samples if sample.reward is not None]
+        if FAILED in greedy[0].reward_parts:
+            rewards = [reward_of_episode(greedy[0], known)]
+        else:
+            whole = await self._rewarded(replace(group, samples=[*group.samples, *greedy]))
+            scored = whole.samples[len(group.samples) :]
+            rewards = [sample.reward for sample in scored if sample.reward is not None]
+        return Greedy(mean(rewards), max(sample.num_sampled for sample in greedy))
 
     async def _rewarded(self, group: Group) -> Group:
         if self.reward is None:
@@ -226,11 +235,10 @@ class Executor:
         return group
 
 
-def greedy_of(group: Group) -> Greedy:
-    """Returns a scored greedy answer: if it has several sequences their mean reward, and the length
-    of the longest."""
-    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
-    return Greedy(mean(rewards), max(sample.num_sampled for sample in group.samples))
+def reward_of_episode(sample: Sample, mates: Sequence[float]) -> float:
+    """Returns the reward of a sample whose episode failed, given those of the others."""
+    is_unclear = WORKFLOW_FAILED in sample.reward_parts
+    return reward_of_failed(mates, "unclear" if is_unclear else "sample")
 
 
 class Executors:

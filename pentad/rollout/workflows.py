@@ -80,6 +80,8 @@ class Context:
     """Whether the chat template renders the earlier turns of a conversation."""
     has_scorer: bool = False
     """Whether samples without a reward get one from `reward.fn`."""
+    keeps_failed: bool = False
+    """Whether samples are marked, instead of the error raised, if no episode succeeds, too."""
     show: Callable[[Prompt, BaseException], None] = lambda prompt, error: None
     """Reports an error that does not end the workflow."""
 
@@ -325,7 +327,7 @@ class Attempts:
         return bool(said)
 
     def _settled(self, found: list[list[Sample]]) -> list[Sample]:
-        if len(self.failed) == len(found):
+        if len(self.failed) == len(found) and not self.context.keeps_failed:
             raise self.failed[0].cause
         for index, failed in self.failed.items():
             self.context.show(self.prompt, failed.cause)

@@ -224,6 +224,7 @@ def open_recorder(config: Config, folder: RunFolder, name: str, screen: Screen |
             find_alarms,
             correction=config.algorithm.correction,
             has_penalty=bool(config.algorithm.overlong_penalty),
+            compares_samples=config.algorithm.facts.min_group_size > 1,
         ),
     )
 

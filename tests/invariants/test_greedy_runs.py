@@ -62,6 +62,15 @@ def test_the_baseline_is_the_reward_of_greedy_answers_by_the_same_weights(lab, s
         assert step["grad_norm"] > 0
 
 
+def test_one_sample_per_prompt_raises_no_alarm_of_groups_without_variance(lab, tmp_path):
+    (tmp_path / "rewards.py").write_text("def odd(ids):\n    return float(ids[0] % 2)\n")
+    words = ("gconfig.n_samples=1", "total_train_steps=6", "train_dataset.batch_size=8")
+    alone = lab.train(*REMAX, *words, f"reward.fn={tmp_path / 'rewards.py'}:odd")
+    assert min(step["rl"]["reward_std"] for step in steps_of(alone)) > 0
+    assert {s["rl"]["groups_without_variance"] for s in steps_of(alone)} == {1.0}
+    assert "got the same reward" not in (alone.records / "log.txt").read_text()
+
+
 def test_every_placement_gives_the_same_numbers(lab):
     one = lab.train(*REMAX)
     for words in (["mode=hybrid"], ["mode=async", "scheduler.processes=separate"]):

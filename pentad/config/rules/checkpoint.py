@@ -96,8 +96,8 @@ def judge_changes(
     for key, before, after in changed_keys(old, new):
         if before is None and not _has(old, key) and after == _value(default, key):
             continue  # a key that a later version added
-        if key in FIXED or (key == "megatron.transformer_impl" and before == "auto"):
-            continue  # earlier versions recorded auto
+        if key in FIXED or (key == "megatron.transformer_impl" and "auto" in (before, after)):
+            continue  # auto: another backend trains, or an earlier version recorded it
         change = f"{key} was {show(before)}, is {show(after)}"
         if _is_within(key, harmless) or _is_within(key, allow):
             changes.accepted.append(change)

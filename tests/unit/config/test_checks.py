@@ -715,6 +715,13 @@ BROKEN = [
         "is not set, and reward.fn = reward_model needs it",
     ),
     (
+        "an_interpolated_policy_is_an_old_one",
+        "train",
+        ["algorithm.prox_logp_method=loglinear"],
+        "algorithm.prox_logp_method = loglinear",
+        "updates_per_batch = 1 needs no old log-probs",
+    ),
+    (
         "decoupled_ppo_has_a_correction",
         "train",
         ["algorithm.decoupled=true", "algorithm.correction=none"],

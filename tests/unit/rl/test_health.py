@@ -58,6 +58,13 @@ def test_certainty_on_a_solved_task_is_no_collapse():
     assert "take harder prompts" in alarm
 
 
+def test_groups_of_equal_rewards_are_no_alarm_where_they_carry_signal():
+    """As with one sample per prompt and a critic, or a greedy answer as baseline."""
+    flat = {**FINE, "groups_without_variance": 1.0}
+    assert find_alarms([flat] * WINDOW, FINE) != []
+    assert find_alarms([flat] * WINDOW, FINE, compares_samples=False) == []
+
+
 def test_a_small_mismatch_may_triple():
     first = {**FINE, "logprob_diff_mean": 1e-6}
     assert find_alarms([{**FINE, "logprob_diff_mean": 1e-3}] * WINDOW, first) == []

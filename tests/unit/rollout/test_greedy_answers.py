@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from sections import make_executor
@@ -9,8 +10,10 @@ from sections import make_executor
 from pentad.core.errors import DataFailure, InfraFailure
 from pentad.core.seeds import derive_seed
 from pentad.core.types import Greedy, Group, Prompt, SamplingParams
+from pentad.rewards.scorer import RewardScorer
+from pentad.rewards.section import RewardConfig
 from pentad.rollout.environments import Step
-from pentad.rollout.workflows import MultiTurn, OwnPrompts, SingleTurn, Transcript
+from pentad.rollout.workflows import EpisodeOver, MultiTurn, OwnPrompts, SingleTurn, Transcript
 
 VOCAB, STOP = 40, 39
 
@@ -22,14 +25,29 @@ def draw(request, i):
     return [derive_seed(request.seeds[i], t) % 10 for t in range(2)]
 
 
+def turns(request, i):
+    """Turns of one token."""
+    return [*draw(request, i)[:1], STOP]
+
+
+EACH = """
+def score(ids):
+    return {2: 1.5}[len(ids) if ids != FAILS else 0]
+"""
+ALL = """
+def score(completions, completion_ids):
+    return [{2: 1.5}[len(ids) if ids != FAILS else 0] for ids in completion_ids]
+"""
+
+
 class Sum:
-    """Scores by the sum of the sampled ids; remembers the groups."""
+    """Scores by the sum of the sampled ids; remembers how many samples it scored at once."""
 
     def __init__(self):
-        self.groups = []
+        self.nums = []
 
     async def score(self, group: Group) -> Group:
-        self.groups.append(group)
+        self.nums.append(sum(sample.reward is None for sample in group.samples))
         for sample in group.samples:
             if sample.reward is None:
                 sample.reward = float(sample.ids[sample.mask].sum())
@@ -69,9 +87,7 @@ def test_the_greedy_answer_is_scored_and_is_no_sample(scripted, build, num_sampl
     assert drawn(group) == drawn(plain) and len(group.samples) == num_samples
     asked = sorted((r.params.temperature, len(r.seeds)) for r in sampler.requests)
     assert asked == [(0.0, 1), (1.0, num_samples)]
-    assert sorted(len(one.samples) for one in reward.groups) == sorted([1, num_samples]), (
-        "scored apart: rewards that compare samples do not see it"
-    )
+    assert reward.nums == [num_samples, 1], "scored apart: rewards that compare do not see it"
 
 
 class Hot(OwnPrompts):
@@ -118,7 +134,7 @@ class Guess:
 
 
 def test_an_environment_is_played_greedily_over_all_turns(scripted, build):
-    sampler = scripted(lambda request, i: [*draw(request, i)[:1], STOP])
+    sampler = scripted(turns)
     group = rollout(build([sampler], MultiTurn(Guess), num_samples=2))
     assert group.greedy == Greedy(1.0, 4)
     assert sum(request.params.temperature == 0 for request in sampler.requests) == 2
@@ -145,6 +161,57 @@ def test_a_failed_greedy_answer_fails_its_group_which_is_sampled_again(scripted,
     assert again.greedy == whole.greedy and drawn(again) != drawn(whole), "with new seeds"
     with pytest.raises(DataFailure, match="it fell over"):
         rollout(build([scripted(draw)], Broken(9), max_retries=2))
+
+
+class Falls(Guess):
+    """Falls over at the greedy answer, every time."""
+
+    def __init__(self, failure):
+        super().__init__()
+        self.failure = failure
+
+    async def step(self, text):
+        if text == "l":
+            raise self.failure
+        return await super().step(text)
+
+
+@pytest.mark.parametrize(
+    ("failure", "reward"), [(RuntimeError("it fell over"), 1.0), (EpisodeOver("over", "x"), 0.0)]
+)
+def test_a_greedy_episode_that_always_fails_drops_no_group(scripted, build, failure, reward):
+    """It gets the reward of a failed sample: the mean of the samples, or at most 0."""
+    plain = rollout(build([scripted(turns)], MultiTurn(Guess), num_samples=2))
+    build_broken = partial(Falls, failure)
+    group = rollout(build([scripted(turns)], MultiTurn(build_broken), num_samples=2))
+    assert drawn(group) == drawn(plain), "sampled once, with the first seeds"
+    assert plain.greedy == Greedy(1.0, 4) and group.greedy == Greedy(reward, 2)
+
+
+@pytest.mark.parametrize("body", [EACH, ALL])
+def test_a_reward_that_always_fails_on_the_greedy_answer_drops_no_group(
+    scripted, build, tmp_path, body
+):
+    """As for the first sample here, the cause is unclear: it has the mean reward of the others."""
+    first, second = drawn(rollout(build([scripted(draw)], num_samples=2)))
+    assert first != second
+    place = tmp_path / "rewards.py"
+    place.write_text(f"FAILS = {first[2:]}\n{body}")
+
+    async def scored():
+        reward = RewardScorer(RewardConfig(fn=f"{place}:score", num_workers=1, timeout_s=20.0))
+        await reward.start()
+        try:
+            executor = build([sampler], reward=reward, num_samples=2)
+            return await executor.rollout(Prompt(3, (1, 2), {"answer": ""}), 0)
+        finally:
+            await reward.close()
+
+    sampler = scripted(draw)
+    group = asyncio.run(scored())
+    assert group.greedy == Greedy(1.5, 5)
+    assert [sample.reward for sample in group.samples] == [1.5, 1.5]
+    assert len(sampler.requests) == 2, "sampled once"
 
 
 def test_after_a_failure_of_the_replica_both_come_from_another(scripted, build):
