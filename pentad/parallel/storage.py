@@ -183,8 +183,8 @@ def apply_storage(
     """Shards master weights, and casts them to `compute_dtype` block by block when used.
 
     Modules whose parameters have another dtype (routers) or are on the expert mesh are separate
-    units. `apart`: parameters that every rank stores whole, in their own dtype. Embedding, final norm and heads belong to the root unit, because a tied head is used at
-    both ends.
+    units. Embedding, final norm and heads belong to the root unit, because a tied head is used at
+    both ends. `apart`: parameters that every rank stores whole, in their own dtype.
     """
     if not needs_storage(keys, meshes, cuts):
         return
