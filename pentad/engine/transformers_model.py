@@ -26,7 +26,7 @@ from pentad.parallel.blocks import apply_to_blocks, compiling
 from pentad.parallel.cuts import cut_parameters
 from pentad.parallel.mesh import Meshes
 from pentad.parallel.stacks import apply_to_stacks
-from pentad.parallel.storage import apply_storage
+from pentad.parallel.storage import apply_storage, kept_apart
 from pentad.parallel.styles import apply_styles, match_styles, plan_style_cuts
 
 
@@ -105,8 +105,13 @@ def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Pred
     keeps, room = settings.model.archon.keep_logits is True, settings.logprob_bytes
     predictor = Predictor(model, settings.temperature, room, keep_logits=keeps)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    own_dtypes = {name: e.rule.dtype for name, e in model.hf_map.entries.items() if e.rule.dtype}
+    apart = kept_apart(model, own_dtypes, settings.model, meshes)
+    if apart and settings.model.archon.offload_params:
+        rule = f"FSDP2 does not move {min(apart)}, which is float32 beside 16-bit weights"
+        raise UserError(Problem("archon.offload_params = true", rule, "leave it out"))
     trained = () if model.adapter_map is None else model.adapter_map.entries
-    cuts = plan_style_cuts(shapes, styles, meshes, trained, stacks)
+    cuts = plan_style_cuts(shapes, styles, meshes, {*trained, *apart}, stacks)
     cut_parameters(model, cuts)
     apply_styles(model, styles, meshes.tp, getattr(model.causal.config, "qk_rope_head_dim", 0))
     apply_to_stacks(model, stacks, meshes)
@@ -117,8 +122,8 @@ def lay_out_hf(model: HfModel, settings: EngineSettings, meshes: Meshes) -> Pred
         )
     compiling.expect(model.dims, keys, meshes.layout, meshes.device)
     apply_to_blocks(blocks, keys, meshes.device)
-    own_dtypes = {name: e.rule.dtype for name, e in model.hf_map.entries.items() if e.rule.dtype}
-    apply_storage(predictor, model, blocks.values(), cuts, own_dtypes, settings.model, meshes)
+    given = (own_dtypes, settings.model, meshes, apart)
+    apply_storage(predictor, model, blocks.values(), cuts, *given)
     predictor.cuts = cuts
     if meshes.layout.world > 1:
         model.present = partial(present_cut, cuts)

@@ -5,7 +5,7 @@ Gradients are summed over ranks, never averaged: the engine divides once, by the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -153,6 +153,23 @@ def is_cast_whole(keys: ModelConfig, meshes: Meshes) -> bool:
     return is_here and not keys.archon.is_resharded
 
 
+def kept_apart(
+    model: nn.Module, own_dtypes: Mapping[str, str], keys: ModelConfig, meshes: Meshes
+) -> set[str]:
+    """Names of parameters whose dtype differs from that of others in the same module: units of
+    FSDP2 have one dtype, so every rank stores them whole."""
+    if is_cast_whole(keys, meshes):
+        return set()
+    own = {name for name, dtype in own_dtypes.items() if dtype != keys.dtype}
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        held = {f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)} & own
+        under = (f"{name}.{key}" for key, _ in module.named_parameters())
+        if held and any(key not in own for key in under):
+            found |= held
+    return found
+
+
 def apply_storage(
     root: nn.Module,
     model: nn.Module,
@@ -161,12 +178,13 @@ def apply_storage(
     own_dtypes: Mapping[str, str],
     keys: ModelConfig,
     meshes: Meshes,
+    apart: Container[str] = (),
 ) -> None:
     """Shards master weights, and casts them to `compute_dtype` block by block when used.
 
     Modules whose parameters have another dtype (routers) or are on the expert mesh are separate
     units. Embedding, final norm and heads belong to the root unit, because a tied head is used at
-    both ends.
+    both ends. `apart`: parameters that every rank stores whole, in their own dtype.
     """
     if not needs_storage(keys, meshes, cuts):
         return
@@ -177,6 +195,7 @@ def apply_storage(
         return
     dims = {id(p): cuts[name].stored_dim for name, p in model.named_parameters()}
     factors = {p for p in model.parameters() if p.requires_grad} if keys.lora else set()
+    factors |= {p for name, p in model.named_parameters() if name in apart}
 
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(dims[id(parameter)])

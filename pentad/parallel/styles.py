@@ -121,7 +121,8 @@ def plan_style_cuts(
     stacks: Container[str] = (),
 ) -> dict[str, Cut]:
     """Returns the cut of every named parameter. Every rank must call it. `trained`: parameters
-    trained in addition to frozen weights, which every rank stores as it computes with them.
+    trained in addition to frozen weights, or in another dtype than their neighbours, which every
+    rank stores as it computes with them.
     `stacks`: modules whose parameters are stacked by expert, if these are on the expert mesh."""
     return {
         name: cut_stack(shape, meshes)

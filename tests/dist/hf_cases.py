@@ -92,6 +92,18 @@ CONFIGS |= {
         "hidden_size_per_layer_input": 0,
         "sliding_window": 5,
     },
+    "olmo_hybrid": SMALL
+    | {
+        "model_type": "olmo_hybrid",
+        "tie_word_embeddings": False,
+        "hidden_size": 48,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "pad_token_id": 0,
+    },
     "granitemoehybrid": SMALL
     | ROUTED
     | {
@@ -107,7 +119,8 @@ CONFIGS |= {
     },
 }
 """Mixtures: gate and up in one matrix, or projections whose outputs are gathered, or latent
-attention with shared experts, or experts beside a dense layer, or layers that carry state."""
+attention with shared experts, or experts beside a dense layer, or layers that carry state. Modules
+of olmo_hybrid have weights in float32 and in 16 bits."""
 LOSSES = {"token": PolicyLoss(0.3), "value": ValueLoss()}
 SETTINGS = OptimizerConfig(lr=1e-2, weight_decay=1.0, gradient_clipping=0.5, eps=1e-2)
 """The eps keeps a first step of AdamW from blowing up fp32 noise in small gradients to lr."""

@@ -9,6 +9,7 @@ from tables import table
 from transformers import AutoModelForCausalLM
 
 from pentad.checkpoint.exports import export_model
+from pentad.core.errors import UserError
 from pentad.core.layout import Layout
 
 pytestmark = pytest.mark.dist
@@ -135,6 +136,26 @@ def test_routers_in_16_bits_stay_wide_over_ranks(pool, layout):
     assert gates < seen["moved"]
     assert not biases & seen["moved"]
     assert all(torch.equal(x, seen["before"][name]) for name, x in seen["after"].items())
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_replicate=2)], ids=str)
+def test_weights_of_two_dtypes_in_one_module_keep_them_over_ranks(pool, layout):
+    """Tolerance: the losses of microbatches are sums of other rows."""
+    given = {"source": "olmo_hybrid", "dtype": "bfloat16"}
+    mine, true = pool.run(2, "hf_cases", "train_step", layout=layout, **given), alone(**given)
+    for a, b in zip(mine["scored"], true["scored"], strict=True):
+        assert torch.equal(a["logprobs"], b["logprobs"])
+    for name, gradient in true["gradients"].items():
+        error = (mine["gradients"][name] - gradient).norm() / gradient.norm()
+        assert error < 1e-3, f"{name}: relative error {error:.2e}"
+    assert mine["result"].grad_norm == pytest.approx(true["result"].grad_norm, rel=1e-3)
+    for name, weight in true["published"].items():
+        torch.testing.assert_close(mine["published"][name], weight, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_weights_of_two_dtypes_in_one_module_stay_on_the_device():
+    with pytest.raises(UserError, match="offload_params = true: FSDP2 does not move .*A_log"):
+        make("olmo_hybrid", Layout(), dtype="bfloat16", offload_params=True)
 
 
 def test_a_critic_gives_one_ranks_values(pool):

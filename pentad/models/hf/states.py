@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import expm1, inf, log
+from threading import Lock
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from pentad.models.language_model import StateKind
 
 KINDS = ("conv_states", "recurrent_states")
 """Attributes of transformers' cache layers with states: lists by their number."""
+REPLACING = Lock()
+"""Held while a function of transformers is replaced: threads would restore each other's."""
 
 
 class PassedKeys(CacheLayerMixin):
@@ -253,9 +256,10 @@ def _before_softplus(x: float) -> float:
 def _plain_kernels() -> Iterator[None]:
     """Lets transformers choose its torch functions, as in an export: kernels of mamba-ssm or fla
     need memory."""
-    chosen = hub_kernels.is_torchdynamo_exporting
-    hub_kernels.is_torchdynamo_exporting = lambda: True
-    try:
-        yield
-    finally:
-        hub_kernels.is_torchdynamo_exporting = chosen
+    with REPLACING:
+        chosen = hub_kernels.is_torchdynamo_exporting
+        hub_kernels.is_torchdynamo_exporting = lambda: True
+        try:
+            yield
+        finally:
+            hub_kernels.is_torchdynamo_exporting = chosen

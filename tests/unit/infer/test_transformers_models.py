@@ -2,18 +2,23 @@
 transformers over the whole sequence, whatever the engine did."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
 from sections import sampler_settings
 from torch import nn
+from transformers.integrations import hub_kernels
 from transformers.utils import logging
 
 from pentad.core.errors import RunError, UserError
 from pentad.core.types import Request, SamplingParams
 from pentad.engine.section import LoraConfig
 from pentad.infer.sampler import EmbeddedSampler
+from pentad.models.hf import states
 from pentad.models.hf_weights import iter_hf
 from pentad.models.registry import build_unfiled, load_to_sample
 from pentad_tools.models.types_table import CLOSE, own_logprobs, write_tiny
@@ -245,6 +250,24 @@ def test_a_slot_has_the_states_of_a_row(sampler_of, written):
     assert shapes == {"conv_states": (4 * 16 + 2 * 2 * 8, 4), "recurrent_states": (4, 16, 8)}
     held = sum(x.nbytes for x in slots.held)
     assert held == 3 * sum(kind.num_bytes for kind in kinds) == 3 * 4 * (96 * 4 + 4 * 16 * 8)
+
+
+def test_models_built_by_two_threads_leave_transformers_as_it_was(written, monkeypatch):
+    """While one is probed, another begins; kernels would be off afterwards."""
+    chosen, meet = hub_kernels.is_torchdynamo_exporting, Barrier(2)
+    own = states._continues
+
+    def slowly(*given):
+        with suppress(BrokenBarrierError):
+            meet.wait(timeout=1)  # for the other thread, if nothing keeps it out
+        return own(*given)
+
+    monkeypatch.setattr(states, "_continues", slowly)
+    place = {"device": "cpu", "dtype": torch.float32}
+    with ThreadPoolExecutor(2) as threads:
+        built = [threads.submit(build_unfiled, written("lfm2").folder, **place) for _ in range(2)]
+    assert all(one.result().continues_runs for one in built)
+    assert hub_kernels.is_torchdynamo_exporting is chosen
 
 
 def test_a_cache_in_eight_bits_holds_heads_of_several_widths(sampler_of, written):
