@@ -117,14 +117,14 @@ def check_attention(checks: Checks) -> None:
     rounded = [x.to(dtype) for x in exact]
     for window in (None, 50):
         truth_in = [x.double().requires_grad_() for x in rounded]
-        truth = reference_attention(*truth_in, lengths, window)
+        truth = reference_attention(*truth_in, lengths=lengths, window=window)
         truth.square().sum().backward()
         for attend in (
             build_attend(lengths, device=DEVICE, dtype=dtype, head_dim=width),
             PaddedAttend(lengths, device=DEVICE),
         ):
             mine_in = [x.clone().requires_grad_() for x in rounded]
-            mine = attend(0, *mine_in, window)
+            mine = attend(0, *mine_in, window=window)
             mine.double().square().sum().backward()
             name = f"{type(attend).__name__} window {window}"
             checks.compare(f"{name} values", relative(mine, truth), 1e-2)

@@ -98,8 +98,8 @@ def load() -> None:
             ("1,024 ragged", ragged, len(ragged)),
         ):
             room = 2 * running * (PROMPT + NEW)
-            settings = changed(max_running=running, kv_cache_tokens=room)
-            sampler = build(settings=replace(settings, kv_cache_dtype=form))
+            settings = changed(max_running=running, kv_cache_tokens=room, kv_cache_dtype=form)
+            sampler = build(settings=settings)
             speeds = []
             for _ in range(4):
                 seconds, results = run(sampler, work)

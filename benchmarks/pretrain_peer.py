@@ -63,7 +63,7 @@ class Peer:
             "pretrain", config, "train", RowReader(dims, load_tokenizer(actor.path))
         )
         self.device, self.batch_size = device, config.train_dataset.batch_size
-        self.per_pass = (actor.mb_spec.max_tokens_per_mb or 1) // self.data.length
+        self.per_pass = (actor.mb_spec.max_tokens_per_mb or 1) // self.data.max_row_tokens
         self.optim, self.num_steps = actor.optimizer, config.total_train_steps
         disable_progress_bar()
         self.model = Qwen3MoeForCausalLM.from_pretrained(

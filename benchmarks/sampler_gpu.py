@@ -248,7 +248,7 @@ def profile() -> None:
     size, begin = NUM_REQUESTS, time.perf_counter()
     with torch.inference_mode():
         for _ in range(steps):
-            decoder.replay(size)
+            decoder.replay(size, is_shared=False)
         torch.cuda.synchronize()
         replay = (time.perf_counter() - begin) / steps
         print(
@@ -256,7 +256,7 @@ def profile() -> None:
             f"{1000 * wall:.2f} ms, of it graph {1000 * replay:.2f} ms, the rest host"
         )
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-            decoder.replay(size)
+            decoder.replay(size, is_shared=False)
             torch.cuda.synchronize()
     print(prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=16))
     close(sampler)

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
+from pentad.cli.look import Looked
 from pentad.cli.plan import Page, describe_sampler, make_plan
 from pentad.planner.prepare import prepare
 from pentad.planner.remedies import propose
@@ -59,7 +60,7 @@ def draw_plan() -> None:
     config, notes = prepare(None, words, "plan", gpu_memory=PLANNED_GIB)
     plan = make_plan(config, notes, PLANNED_GIB)
     console = recorder(92)
-    page = Page(plan, propose(plan), console)
+    page = Page(plan, Looked(), propose(plan), console)
     page.heading_line()
     page.placement()
     for trainer in plan.trainers:
