@@ -5,10 +5,9 @@ import ast
 import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
-
-from pentad.core.layout import parse_allocation
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("architecture.md", "code-walks.md")
@@ -65,17 +64,24 @@ def test_an_arrow_that_is_no_call_is_seen():
     assert not calls((run, "Run.steps"), (run, "Run._save"))
 
 
+TRACED = """
+import runpy, sys
+from pentad.core.layout import parse_allocation
+paths = runpy.run_path(sys.argv[1])
+sys.setprofile(paths["Tracer"](sys.argv[2], [sys.argv[3:5]]))
+parse_allocation("archon:d2")
+"""
+
+
 def test_a_traced_stack_has_every_function_between_two(tmp_path):
-    paths = runpy.run_path(str(ROOT / "scripts" / "paths.py"))
+    script, notes = ROOT / "scripts" / "paths.py", tmp_path / "stacks"
     first, last = "core/layout.py:parse_allocation", "core/layout.py:_Parser.word"
-    before = sys.getprofile()
-    sys.setprofile(paths["Tracer"](str(tmp_path / "stacks"), [[first, last]]))
-    try:
-        parse_allocation.__wrapped__("archon:d2")
-    finally:
-        sys.setprofile(before)
-    stacks = [json.loads(line) for line in (tmp_path / "stacks").read_text().splitlines()]
+    # In a process without other threads: in CPython 3.11.7 a function that is entered under a
+    # profiler can be interrupted without end.
+    command = [sys.executable, "-c", TRACED, str(script), str(notes), first, last]
+    subprocess.run(command, check=True, timeout=120, cwd=ROOT)
+    stacks = [json.loads(line) for line in notes.read_text().splitlines()]
     parser = [f"core/layout.py:_Parser.{name}" for name in ("allocation", "group", "component")]
     assert stacks == [[first, last, [first, *parser, last]]]
     path = {"what": "string", "spans": [[first, last]], "unseen": ["core/x.py"]}
-    assert paths["files_of"](path, stacks) == {"core/layout.py", "core/x.py"}
+    assert runpy.run_path(str(script))["files_of"](path, stacks) == {"core/layout.py", "core/x.py"}
