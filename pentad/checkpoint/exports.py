@@ -26,6 +26,7 @@ from pentad.core.group_values import gather_values
 from pentad.ops.capture import wait_for_device
 from pentad.runtime.rank import pulse
 from pentad.weights.blocks import WeightBlock, plan_blocks, staged_bytes
+from pentad.weights.files import memory_of
 from pentad.weights.hf import Carried, FolderPlan
 from pentad.weights.map import WeightMap
 from pentad.weights.peft import Adapter, write_adapter
@@ -161,7 +162,7 @@ class Exporter(RankSaver):
         def produce(block: WeightBlock) -> memoryview:
             pulse()
             if (as_it_is := block.contiguous(shards)) is not None:
-                return as_it_is.view(-1).view(torch.uint8).numpy().data
+                return memory_of(as_it_is.view(-1).view(torch.uint8))
             with torch.no_grad(), torch.cuda.device(-1 if device is None else device):  # -1: none
                 if not hasattr(own, "memory"):
                     pins = device is not None

@@ -42,6 +42,7 @@ from pentad.core.errors import RunError
 from pentad.ops.capture import wait_for_device
 from pentad.parallel.cuts import local
 from pentad.weights.dcp import frame_of
+from pentad.weights.files import memory_of
 from pentad.weights.megatron.layout import INDEX
 from pentad.weights.regions import Box, Shape, box_shape, show
 
@@ -290,6 +291,6 @@ class _Bounce(threading.local):
 def _lazily(bounce: _Bounce, number: int, part: Tensor, start: int, stop: int) -> FileSegment:
     def produce() -> memoryview:
         flat = part.contiguous().view(-1).view(torch.uint8)
-        return bounce.take(flat[start:stop]).numpy().data
+        return memory_of(bounce.take(flat[start:stop]))
 
     return Lazy(stop - start, produce)

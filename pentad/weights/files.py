@@ -6,6 +6,7 @@ differ. (Memory mapping costs several times as much, because of page faults.)
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import struct
@@ -60,6 +61,14 @@ def checksum(data: memoryview, total: int = 0) -> int:
     words = numpy.frombuffer(data[:whole], dtype=numpy.uint64)
     sums = words.reshape(-1, BLOCK_WORDS).sum(axis=1, dtype=numpy.uint64)
     return crc32(data[whole:], crc32(sums.data, total))
+
+
+def memory_of(flat_B: Tensor) -> memoryview:
+    """The memory of bytes on the host. `Tensor.numpy` would mark their storage as not resizable,
+    and a model with such storages cannot be offloaded."""
+    array = (ctypes.c_ubyte * flat_B.numel()).from_address(flat_B.data_ptr())
+    array.owner = flat_B  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 class SafeFile:
@@ -118,7 +127,7 @@ class SafeFile:
         return kept[:size]
 
     def _fill(self, name: str, memory: Tensor, offset: int) -> None:
-        view = memory.numpy().data
+        view = memory_of(memory)
         done = 0
         while done < len(view):
             count = os.preadv(self.handle.fileno(), [view[done:]], offset + done)

@@ -23,7 +23,7 @@ from torch import Tensor
 from pentad.core.errors import Problem, RunError, UserError, raise_problems
 from pentad.core.files import atomic_folder
 from pentad.core.folders import INDEX, SINGLE, read_object
-from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum
+from pentad.weights.files import DTYPE_NAMES, SafeFile, checksum, memory_of
 from pentad.weights.map import WeightMap
 from pentad.weights.regions import Box
 from pentad.weights.transfer import NUM_READERS, TensorInfo
@@ -339,7 +339,7 @@ def header_bytes(
 
 def bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return flat.numpy().data
+    return memory_of(flat)
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
