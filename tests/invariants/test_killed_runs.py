@@ -279,11 +279,12 @@ def test_over_two_ranks_a_lost_rank_and_a_killed_run_change_nothing(task, folder
         *RL,
     )
     lab.run("two")
-    process = lab.start("two-killed")
+    process = lab.start("two-killed", hold=2)
     while not list(lab.checkpoints("two-killed").glob("recover_info/globalstep*/COMMIT")):
         assert process.is_alive(), lab.log("two-killed").read_text()
         time.sleep(0.02)
     os.kill(role_processes(process.pid, "learner")[1], signal.SIGKILL)
+    lab.release("two-killed")
     while "it is started again after step " not in lab.log("two-killed").read_text():
         assert process.is_alive(), lab.log("two-killed").read_text()
         time.sleep(0.05)
